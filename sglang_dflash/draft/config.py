@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft checkpoint's config.json as one frozen object, complete or refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang_dflash.draft.checks import check_block_size, check_target
+from sglang_dflash.draft.fields import Fields
+from sglang_dflash.draft.rope import RopeSettings
+from sglang_dflash.draft.schema import SUPPORTED_ARCHITECTURE, unsupported_reason
+from sglang_dflash.draft.weights import (
+    canonical_weight_name,
+    check_weights,
+    expected_weights,
+    read_weight_shapes,
+)
+from sglang_dflash.errors import UnsupportedCheckpoint
+
+__all__ = [
+    "DEFAULT_MASK_TOKEN",
+    "DraftConfig",
+    "build_target_layer_ids",
+    "canonical_weight_name",
+    "check_block_size",
+    "check_target",
+    "check_weights",
+    "expected_weights",
+    "read_config",
+    "read_weight_shapes",
+    "unsupported_reason",
+]
+
+DEFAULT_MASK_TOKEN = "<|MASK|>"
+_OPTION = "--speculative-draft-model-path"
+_EXPECTED = "expected a folder with the config.json and *.safetensors of a DFlash draft"
+
+
+@dataclass(frozen=True)
+class DraftConfig:
+    """What a plain DFlash draft is, as its checkpoint states it.
+
+    Attributes:
+        source: Where it was read, for messages.
+        architecture: `DFlashDraftModel`.
+        hidden_size: H, the draft's and the target's.
+        intermediate_size: Width of the MLP.
+        num_layers: L, decoder layers of the draft.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        head_dim: Channels of one head.
+        rms_norm_eps: Epsilon of every norm.
+        hidden_act: `silu`.
+        attention_bias: Whether q, k, v and o projections have biases.
+        rope_theta: Base of the rotary embedding.
+        rope_scaling: Its scaling with the key `rope_type`, or None for the plain form.
+        rotary_dim: Leading channels of a head that rotate.
+        rope_is_neox_style: True rotates halves, False interleaved pairs.
+        max_position_embeddings: Positions that training saw.
+        target_layer_ids: The K captured target layers; id i is the output of decoder layer i.
+        sliding_windows: Per layer the window in tokens, own token included (SGLang's
+            `window_left` is this less one), or None for full attention.
+        causal: Per layer, whether a block's row sees only rows up to its own.
+        vocab_size: The target's vocabulary, or None where not stated.
+        dtype: Name of the stored type such as `bfloat16`, or None.
+        block_size: B the draft was trained at, anchor included, or None.
+        num_target_layers: Decoder layers of the target it was trained on, or None.
+        mask_token_id: Token id of the masks, or None where only `mask_token` is known.
+        mask_token: Text of the mask token.
+    """
+
+    source: str
+    architecture: str
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    hidden_act: str
+    attention_bias: bool
+    rope_theta: float
+    rope_scaling: dict[str, Any] | None
+    rotary_dim: int
+    rope_is_neox_style: bool
+    max_position_embeddings: int
+    target_layer_ids: tuple[int, ...]
+    sliding_windows: tuple[int | None, ...]
+    causal: tuple[bool, ...]
+    vocab_size: int | None
+    dtype: str | None
+    block_size: int | None
+    num_target_layers: int | None
+    mask_token_id: int | None
+    mask_token: str
+
+    @property
+    def num_context_features(self) -> int:
+        """K, the number of captured target layers."""
+        return len(self.target_layer_ids)
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], *, source: str) -> DraftConfig:
+        """Return the configuration that a parsed config.json states.
+
+        Args:
+            config: The parsed config.json.
+            source: Where it came from, for messages.
+
+        Raises:
+            UnsupportedCheckpoint: the draft is not plain DFlash, or keys are missing or
+                contradict each other; one message names all of them.
+        """
+        reason = unsupported_reason(config)
+        if reason is not None:
+            raise UnsupportedCheckpoint(
+                f"{_OPTION} {source}: not a plain {SUPPORTED_ARCHITECTURE} draft: {reason}. "
+                "Use a plain one; on CUDA SGLang's own DFLASH worker may serve this one."
+            )
+        fields = Fields(config)
+        values = _sizes(fields) | _rope(config, fields) | _format(fields)
+        num_layers = values["num_layers"]
+        values["sliding_windows"], values["causal"] = _attention(fields, num_layers)
+        values["target_layer_ids"] = _target_layer_ids(fields, num_layers)
+        if fields.problems:
+            raise UnsupportedCheckpoint(
+                f"{_OPTION} {source}: config.json cannot be used: {'; '.join(fields.problems)}. "
+                "Correct these keys, or take the config.json that the draft was published with."
+            )
+        return cls(source=source, architecture=SUPPORTED_ARCHITECTURE, **values)
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> DraftConfig:
+        """Return the configuration of the checkpoint in a folder.
+
+        Args:
+            path: The folder of the checkpoint.
+
+        Raises:
+            UnsupportedCheckpoint: no usable config.json there, or `from_dict` refuses it, or
+                files beside the weights change the model.
+        """
+        config = read_config(path)
+        reason = unsupported_reason(config, path)
+        if reason is not None and unsupported_reason(config) is None:
+            raise UnsupportedCheckpoint(
+                f"{_OPTION} {path}: {reason}. Use a draft whose mask token is in the target's "
+                "embedding; on CUDA SGLang's own DFLASH worker may serve this one."
+            )
+        return cls.from_dict(config, source=str(path))
+
+
+def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Return the target layers a draft captures where its checkpoint names none.
+
+    Evenly spread from the second layer to the third from the end; the middle one for a
+    draft of one layer.
+
+    Args:
+        num_target_layers: Decoder layers of the target, at least 4 unless the draft has one.
+        num_draft_layers: Decoder layers of the draft.
+
+    Raises:
+        ValueError: the target has too few layers.
+
+    Source: must equal `build_target_layer_ids` in SGLang's `speculative/dflash_utils.py`.
+    """
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    span = num_target_layers - 4
+    if span < 0:
+        raise ValueError(f"num_target_layers is {num_target_layers}, expected at least 4")
+    return tuple(round(1 + i * span / (num_draft_layers - 1)) for i in range(num_draft_layers))
+
+
+def read_config(path: str | Path) -> dict[str, Any]:
+    """Return the parsed config.json of a checkpoint's folder.
+
+    Args:
+        path: The folder of the checkpoint.
+
+    Raises:
+        UnsupportedCheckpoint: no folder there, no config.json in it, or no JSON object in that.
+    """
+    folder = Path(path)
+    if not folder.is_dir():
+        found = "a file" if folder.exists() else "nothing"
+        raise UnsupportedCheckpoint(
+            f"{_OPTION} {path}: found {found} there, {_EXPECTED}. Check the path; a Hub id is "
+            "downloaded first (`hf download ORG/NAME`)."
+        )
+    file = folder / "config.json"
+    if not file.is_file():
+        names = sorted(entry.name for entry in folder.iterdir())[:8]
+        raise UnsupportedCheckpoint(
+            f"{_OPTION} {path}: no config.json, found {names or 'an empty folder'}, {_EXPECTED}. "
+            "Check the path, or download the draft again."
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
+        raise UnsupportedCheckpoint(
+            f"{_OPTION} {path}: config.json is not JSON ({error}), {_EXPECTED}. "
+            "Download the draft again."
+        ) from error
+    if not isinstance(config, dict):
+        raise UnsupportedCheckpoint(
+            f"{_OPTION} {path}: config.json holds a {type(config).__name__}, expected an object. "
+            "Download the draft again."
+        )
+    return config
+
+
+def _sizes(fields: Fields) -> dict[str, Any]:
+    num_heads = fields.integer("num_attention_heads")
+    num_kv_heads = fields.integer("num_key_value_heads")
+    hidden_size = fields.integer("hidden_size")
+    if num_heads % num_kv_heads:
+        fields.problem(f"num_attention_heads {num_heads} is no multiple of {num_kv_heads} KV heads")
+    return {
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_layers": fields.integer("num_hidden_layers"),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": _head_dim(fields, hidden_size, num_heads),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "hidden_act": "silu",
+        "attention_bias": fields.flag("attention_bias", False),
+        "max_position_embeddings": fields.integer("max_position_embeddings", 32768),
+        "vocab_size": fields.integer("vocab_size", None),
+    }
+
+
+def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
+    stated = fields.integer("head_dim", None)
+    if stated is not None:
+        return stated
+    # transformers takes 128 for Qwen3 where nothing is said, others divide.
+    if fields.get("model_type") == "qwen3" and hidden_size != 128 * num_heads:
+        fields.problem("head_dim is missing, and 128 and hidden_size / num_attention_heads differ")
+    return hidden_size // num_heads
+
+
+def _rope(config: dict[str, Any], fields: Fields) -> dict[str, Any]:
+    rope = RopeSettings.from_dict(config)
+    head_dim = fields.get("head_dim")
+    width = rope.rotary_dim or head_dim
+    if not isinstance(width, int):
+        width = fields.integer("hidden_size") // fields.integer("num_attention_heads")
+    if width % 2:
+        fields.problem(f"head_dim {width} is odd, so that it cannot rotate")
+    style = "rope_is_neox_style" if fields.has("rope_is_neox_style") else "is_neox_style"
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.scaling,
+        "rotary_dim": width,
+        "rope_is_neox_style": fields.flag(style, True),
+    }
+
+
+def _format(fields: Fields) -> dict[str, Any]:
+    mask_token = fields.get("mask_token", DEFAULT_MASK_TOKEN)
+    if not isinstance(mask_token, str) or not mask_token:
+        fields.problem(f"mask_token is {mask_token!r}, expected a text")
+    dtype = fields.get("dtype", fields.get("torch_dtype"))
+    return {
+        "dtype": None if dtype is None else str(dtype).removeprefix("torch."),
+        "block_size": fields.integer("block_size", None, minimum=2),
+        "num_target_layers": fields.integer("num_target_layers", None),
+        "mask_token_id": fields.integer("mask_token_id", None, minimum=0),
+        "mask_token": mask_token,
+    }
+
+
+def _attention(fields: Fields, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Return window and causality of every layer."""
+    window = fields.integer("sliding_window", None)
+    types = fields.get("layer_types")
+    if types is None:
+        sliding_from = num_layers
+        if window is not None and fields.flag("use_sliding_window", False):
+            sliding_from = fields.integer("max_window_layers", 28, minimum=0)
+        types = [
+            "sliding_attention" if i >= sliding_from else "full_attention"
+            for i in range(num_layers)
+        ]
+    if not isinstance(types, list) or set(types) - {"full_attention", "sliding_attention"}:
+        fields.problem(f"layer_types is {types!r}, expected full_ and sliding_attention")
+        types = []
+    elif len(types) != num_layers:
+        fields.problem(f"layer_types has {len(types)} entries for {num_layers} layers")
+    sliding = [kind == "sliding_attention" for kind in types]
+    if any(sliding):
+        if window is None:
+            fields.problem("layer_types has sliding_attention without a sliding_window")
+        elif fields.get("use_sliding_window") is False:
+            fields.problem("layer_types has sliding_attention but use_sliding_window is false")
+    stated = fields.get("is_causal")
+    if stated is not None:
+        stated = fields.flag("is_causal", False)
+    windows = tuple(window if slides else None for slides in sliding)
+    return windows, tuple(slides if stated is None else stated for slides in sliding)
+
+
+def _target_layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    ids = fields.get("target_layer_ids")
+    if ids is not None:
+        if isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
+            return tuple(ids)
+        fields.problem(f"target_layer_ids is {ids!r}, expected a list of layer numbers")
+        return ()
+    num_target_layers = fields.integer("num_target_layers", None)
+    if num_target_layers is None:
+        fields.problem("neither target_layer_ids nor num_target_layers is there")
+        return ()
+    if num_target_layers < 4 and num_layers > 1:
+        fields.problem(f"num_target_layers {num_target_layers} is too few to choose layers from")
+        return ()
+    return build_target_layer_ids(num_target_layers, num_layers)
