@@ -41,8 +41,8 @@ def check_target(
     ]
     if problems:
         raise UnsupportedCheckpoint(
-            f"--speculative-draft-model-path {config.source} does not fit --model-path: "
-            + "; ".join(problems)
+            f"--speculative-draft-model-path {config.source} does not fit --model-path:\n- "
+            + "\n- ".join(problems)
         )
 
 
@@ -76,8 +76,8 @@ def _size_problems(config: DraftConfig, hidden_size: int, vocab_size: int) -> li
     if config.hidden_size != hidden_size:
         problems.append(
             f"hidden_size is {config.hidden_size} and the target's is {hidden_size}, but the "
-            f"draft borrows the target's embedding and lm_head and reads its hidden states (fc takes "
-            f"{config.num_context_features} of them): use the draft made for this target"
+            f"draft borrows the target's embedding and lm_head and reads {config.num_context_features} "
+            "of its hidden states: use the draft made for this target"
         )
     if config.vocab_size is not None and config.vocab_size != vocab_size:
         problems.append(
