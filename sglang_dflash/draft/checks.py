@@ -76,8 +76,7 @@ def _size_problems(config: DraftConfig, hidden_size: int, vocab_size: int) -> li
     if config.hidden_size != hidden_size:
         problems.append(
             f"hidden_size is {config.hidden_size} and the target's is {hidden_size}, but the "
-            f"draft borrows the target's embedding and lm_head and reads {config.num_context_features} "
-            "of its hidden states: use the draft made for this target"
+            "draft borrows the target's embedding and lm_head: use the draft made for this target"
         )
     if config.vocab_size is not None and config.vocab_size != vocab_size:
         problems.append(
