@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SGLang functions that have no platform seam and no CPU form: our replacements."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from sglang_dflash.cpu.memory import assign_req_to_token_pool
+
+__all__ = ["HOOKS"]
+
+
+def _use_rank_cpus(result: str | None, **_: Any) -> str | None:
+    """Keep this rank's threads on the cores SGLang worked out for it (it binds only with AMX).
+
+    Args:
+        result: comma-separated cores, from `_bind_threads_if_cpu`.
+    """
+    if result is None or "SGLANG_CPU_OMP_THREADS_BIND" not in os.environ:
+        return result
+    cpus = {int(c) for c in str(result).split(",")} & os.sched_getaffinity(0)
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+        torch.set_num_threads(len(cpus))
+    return result
+
+
+def _share_of_memory(original: Callable[..., int], self: Any, pre_model_load_memory: int) -> int:
+    """Return this rank's share of the host's free memory: all ranks see the same one."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return original(self, pre_model_load_memory) // get_parallel().world_group.world_size
+
+
+HOOKS: list[tuple[str, Any, str]] = [
+    (
+        "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
+        assign_req_to_token_pool,
+        "replace",
+    ),
+    ("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", _use_rank_cpus, "after"),
+    (
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",
+        _share_of_memory,
+        "around",
+    ),
+]

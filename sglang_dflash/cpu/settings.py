@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the CPU platform decides for a server: arguments, and the threads of its processes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["BACKEND_NAME", "default_server_args", "rank_cpus", "thread_environment"]
+
+BACKEND_NAME = "dflash_sdpa"
+CHUNKED_PREFILL_TOKENS = 1024
+KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
+
+# option -> values that work on a CPU, for options whose other values would fail far from here
+_ATTENTION_OPTIONS = (
+    "attention_backend",
+    "prefill_attention_backend",
+    "decode_attention_backend",
+    "speculative_draft_attention_backend",
+)
+
+
+def default_server_args(server_args: Any) -> None:
+    """Set the fields a CPU needs on SGLang's resolving `server_args`; the user's choice wins.
+
+    Raises:
+        ValueError: a choice of the user that cannot work on a CPU.
+    """
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    raw = server_args._raw_input
+    _refuse_impossible(raw)
+    server_args.attention_backend = BACKEND_NAME
+    server_args.sampling_backend = "pytorch"
+    graphs = server_args.cuda_graph_config
+    for phase in Phase.ALL:
+        graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
+    server_args.cuda_graph_config = graphs
+    server_args.disable_custom_all_reduce = True
+    if raw.get("chunked_prefill_size") is None:
+        server_args.chunked_prefill_size = CHUNKED_PREFILL_TOKENS
+
+
+def _refuse_impossible(raw: Mapping[str, Any]) -> None:
+    """Raise where the user asked for something only an accelerator has."""
+    for option in _ATTENTION_OPTIONS:
+        _require(raw, option, (None, BACKEND_NAME), "leave the option out")
+    _require(raw, "sampling_backend", (None, "pytorch"), "leave the option out")
+    _require(raw, "kv_cache_dtype", KV_DTYPES, "leave the option out (auto)")
+    _require(raw, "device", (None, "cpu"), "leave the option out")
+    _require(raw, "enable_torch_compile", (False, None), "leave the option out")
+
+
+def _require(raw: Mapping[str, Any], option: str, allowed: tuple, way_out: str) -> None:
+    """Raise ValueError naming the option, what came, what is allowed and the way out."""
+    found = raw.get(option)
+    if found not in allowed:
+        flag = "--" + option.replace("_", "-")
+        names = ", ".join(str(a) for a in allowed if a is not None)
+        raise ValueError(
+            f"{flag} {found}: this machine has no accelerator, so SGLang runs on the CPU platform "
+            f"of sglang-dflash, which accepts {names}; {way_out}."
+        )
+
+
+def thread_environment(server_args: Any, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables to set before the worker processes start.
+
+    OpenMP reads its settings when torch is loaded, so they must be in the environment that the
+    workers inherit. What the user has set stays.
+    """
+    wanted = {"GOMP_SPINCOUNT": "1000000"}
+    ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+    if ranks > 1:
+        wanted["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            ",".join(str(c) for c in cpus) for cpus in rank_cpus(ranks)
+        )
+    return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def rank_cpus(ranks: int) -> list[list[int]]:
+    """Return the cores of each rank: a fair share of those this process may use.
+
+    With fewer cores than ranks, ranks share cores.
+    """
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < ranks:
+        return [[cpus[rank % len(cpus)]] for rank in range(ranks)]
+    bounds = [len(cpus) * rank // ranks for rank in range(ranks + 1)]
+    return [cpus[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
