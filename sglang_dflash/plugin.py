@@ -1,11 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two entry points, and every hook: the one file that changes SGLang."""
+"""The two entry points, and every hook: the one file that changes SGLang.
+
+SGLang logs and swallows what a plugin raises while it loads. So nothing is decided there: the hooks
+check themselves when a server that asks for DFLASH starts, where an exception stops it.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import sys
+from collections.abc import Callable
+from typing import Any
 
-__all__ = ["cpu_platform", "register"]
+__all__ = ["cpu_platform", "register", "worker_class"]
+
+logger = logging.getLogger(__name__)
+
+_ALGORITHM = "DFLASH"
+_PLUGIN_NAME = "dflash"
+_CPU_PLATFORM = "sglang_dflash.cpu.platform:CpuPlatform"
+_CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
+_ADMISSION = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+_ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+_UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
 
 def cpu_platform() -> str | None:
@@ -17,8 +35,175 @@ def cpu_platform() -> str | None:
 
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1" or torch.accelerator.is_available():
         return None
-    return "sglang_dflash.cpu.platform:CpuPlatform"
+    return _CPU_PLATFORM
 
 
 def register() -> None:
-    """Install the hooks (called by SGLang in every process)."""
+    """Install the hooks; SGLang calls this in each of its processes."""
+    try:
+        _register_hooks()
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        # SGLang would go on without us, and serve DFLASH with a worker nobody asked for.
+        raise SystemExit(
+            f"sglang-dflash cannot attach itself to this SGLang ({error}). Install the SGLang it was "
+            "made for (pip install sglang-dflash), or keep it from loading: pip uninstall "
+            "sglang-dflash."
+        ) from error
+
+
+def worker_class(algorithm: str) -> None:
+    """Return None: `create_worker` was hooked and has decided already.
+
+    Raises:
+        SeamMoved: it was not, though this platform offers DFLASH.
+    """
+    if algorithm == _ALGORITHM:
+        _check_hooks()
+
+
+def _register_hooks() -> None:
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    register_resolution_hook("handle_speculative_decoding")(_resolve_arguments)
+    HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
+    HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
+    HookRegistry.register(_ROW_WIDTH, _widen_rows, HookType.AROUND)
+    if type(current_platform).__module__ == _CPU_PLATFORM.partition(":")[0]:
+        from sglang_dflash.cpu.platform import cpu_hooks
+
+        for target, hook, kind in cpu_hooks():
+            HookRegistry.register(target, hook, HookType(kind))
+
+
+def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Check a DFLASH start before SGLang resolves its flags."""
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    settings = resolving_view(server_args)
+    if (settings.speculative_algorithm or "").upper() != _ALGORITHM:
+        previous(server_args)
+        return
+    _check_hooks()
+    if settings.speculative_draft_model_path is None:
+        raise ValueError(
+            "--speculative-algorithm DFLASH needs --speculative-draft-model-path, and got none: "
+            "give the folder or Hub id of a DFlash draft made for the target"
+        )
+    if _choose_upstream(server_args) is None:
+        from sglang_dflash.routing import check_start
+
+        check_start(settings)
+    previous(server_args)
+
+
+def _create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
+    """Give the scheduler our worker where DFLASH is asked for and ours can serve it."""
+    if not algorithm.is_dflash():
+        return original(algorithm, server_args)
+    _check_hooks()
+    reason = _choose_upstream(server_args)
+    if reason is None:
+        from sglang_dflash.worker import DFlashWorker
+
+        return DFlashWorker
+    logger.info("DFLASH is served by SGLang's own worker: %s", reason)
+    return original(algorithm, server_args)
+
+
+def _choose_upstream(server_args: Any) -> str | None:
+    """Return why SGLang's worker serves, or None; refuse where it could not.
+
+    Raises:
+        UnsupportedCheckpoint: our worker cannot serve this, and SGLang's needs CUDA.
+    """
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.platforms import current_platform
+
+    from sglang_dflash.errors import UnsupportedCheckpoint
+    from sglang_dflash.options import Options
+    from sglang_dflash.routing import upstream_reason
+
+    settings = resolving_view(server_args)
+    hybrid = mambaish_config(ModelConfig.from_server_args(server_args)) is not None
+    reason = upstream_reason(settings, Options.from_env(os.environ), hybrid_target=hybrid)
+    if reason is None or not current_platform.is_out_of_tree():
+        return reason
+    if getattr(current_platform, "serves_upstream_worker", False):
+        return reason
+    raise UnsupportedCheckpoint(
+        f"DFLASH on {current_platform.device_name}: {reason}. SGLang's own DFLASH worker may serve "
+        "this, but needs CUDA; without it, serve without these or with a plain DFlash draft."
+    )
+
+
+def _admit(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
+    """Refuse, when it arrives, a request that our worker could not answer exactly."""
+    if _serves_here():
+        from sglang_dflash.admission import refusal
+
+        return refusal(req)
+    return original(req, enable_overlap)
+
+
+def _widen_rows(original: Callable[[], int]) -> int:
+    """Give a row of the page table room for the whole speculative reserve.
+
+    A request at the context limit still reserves two blocks; SGLang counts them at page sizes above
+    1 only, and at page size 1 would write into the next request's row.
+    """
+    from sglang.srt.mem_cache.allocation_sizing import (
+        get_alloc_page_size,
+        get_alloc_reserve_per_decode,
+    )
+    from sglang.srt.runtime_context import get_spec
+
+    extra = original()
+    if get_spec().speculative_algorithm != _ALGORITHM:
+        return extra
+    return max(extra, get_alloc_reserve_per_decode() + get_alloc_page_size() - 1)
+
+
+def _serves_here() -> bool:
+    # Imported only where `_create_worker` chose it, in the process that serves.
+    return "sglang_dflash.worker" in sys.modules
+
+
+def _check_hooks() -> None:
+    """Refuse to start half-hooked, on a moved seam, or beside a plugin with the same aim.
+
+    Raises:
+        SeamMoved: SGLang's names differ from those we rely on, or a hook is not in place.
+        PluginConflict: another plugin replaces the DFLASH worker.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from sglang_dflash.errors import PluginConflict, SeamMoved
+    from sglang_dflash.seams import TESTED_SGLANG, check
+
+    problems = check()
+    problems += [
+        f"{target}: our hook is not applied"
+        for target in (_CREATE_WORKER, _ADMISSION, _ROW_WIDTH)
+        if target not in HookRegistry._patched
+    ]
+    if problems:
+        raise SeamMoved(
+            f"sglang-dflash was made for SGLang {TESTED_SGLANG} and cannot serve DFLASH on this one: "
+            + "; ".join(problems)
+            + f". Install sglang=={TESTED_SGLANG}, or uninstall sglang-dflash."
+        )
+    foreign = sorted(
+        f"{source.plugin_name} ({target})"
+        for target in (_CREATE_WORKER, _UPSTREAM_WORKER, _ADMISSION)
+        for _, _, source in HookRegistry._hooks.get(target, ())
+        if source is not None and source.plugin_name != _PLUGIN_NAME
+    )
+    if foreign:
+        raise PluginConflict(
+            f"these plugins also change DFLASH: {', '.join(foreign)}. Name the one to use with "
+            f"SGLANG_PLUGINS (ours is {_PLUGIN_NAME!r}), or uninstall the other."
+        )
