@@ -45,8 +45,8 @@ def register() -> None:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         # SGLang would go on without us, and serve DFLASH with a worker nobody asked for.
         raise SystemExit(
-            f"sglang-dflash cannot attach itself to this SGLang ({error}). Install the SGLang it was "
-            "made for (pip install sglang-dflash), or keep it from loading: pip uninstall "
+            f"sglang-dflash cannot attach itself to this SGLang ({error}). Install the SGLang it "
+            "was made for (pip install sglang-dflash), or keep it from loading: pip uninstall "
             "sglang-dflash."
         ) from error
 
@@ -192,9 +192,8 @@ def _check_hooks() -> None:
     ]
     if problems:
         raise SeamMoved(
-            f"sglang-dflash was made for SGLang {TESTED_SGLANG} and cannot serve DFLASH on this one: "
-            + "; ".join(problems)
-            + f". Install sglang=={TESTED_SGLANG}, or uninstall sglang-dflash."
+            f"sglang-dflash was made for SGLang {TESTED_SGLANG} and cannot serve DFLASH on this "
+            f"one: {'; '.join(problems)}. Install sglang=={TESTED_SGLANG}, or uninstall sglang-dflash."
         )
     foreign = sorted(
         f"{source.plugin_name} ({target})"

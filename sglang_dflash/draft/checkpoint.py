@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a draft checkpoint lies: a folder, or a repository of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.weights import check_weights, read_weight_shapes
+from sglang_dflash.errors import UnsupportedCheckpoint
+
+__all__ = ["check_checkpoint", "draft_folder", "read_draft_config"]
+
+_OPTION = "--speculative-draft-model-path"
+
+
+def draft_folder(path: str, revision: str | None = None, *, weights: bool = False) -> Path:
+    """Return the local folder of a draft, from the Hub's cache where `path` is no folder.
+
+    Args:
+        path: A folder, or a Hub id such as `z-lab/Qwen3-8B-DFlash-b16`.
+        revision: The Hub revision; None is its default branch.
+        weights: Whether the weights are wanted too, or the config alone.
+
+    Raises:
+        UnsupportedCheckpoint: neither a folder nor a repository that can be had.
+    """
+    if os.path.exists(path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.pt", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise UnsupportedCheckpoint(
+            f"{_OPTION} {path}: no such folder, and the Hugging Face Hub gave none ({error}). "
+            "Give the folder of a DFlash draft, or a Hub id that this machine can reach."
+        ) from error
+
+
+def read_draft_config(path: str, revision: str | None = None) -> DraftConfig:
+    """Return a draft's configuration; see `DraftConfig.from_pretrained` for what is refused."""
+    return DraftConfig.from_pretrained(draft_folder(path, revision))
+
+
+def check_checkpoint(path: str, revision: str | None = None) -> DraftConfig:
+    """Return a draft's configuration after comparing it with the weights' names and shapes.
+
+    Raises:
+        UnsupportedCheckpoint: names everything that is missing, unexpected or misshaped.
+    """
+    folder = draft_folder(path, revision, weights=True)
+    config = DraftConfig.from_pretrained(folder)
+    check_weights(read_weight_shapes(folder), config, folder)
+    return config

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft pass: a block through the draft model, on SGLang's runner."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.model_executor.forward_batch_info import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+)
+from sglang.srt.models.registry import ModelRegistry
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from torch import nn
+
+from sglang_dflash.draft.block import Block
+from sglang_dflash.draft.model import DFlashDraftModel
+from sglang_dflash.draft.proposer import VocabularyHead, propose_greedy
+from sglang_dflash.errors import UnsupportedCheckpoint
+
+__all__ = ["DraftForward", "build_draft_worker", "vocabulary_head"]
+
+logger = logging.getLogger(__name__)
+
+
+def build_draft_worker(
+    server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
+) -> TpModelWorker:
+    """Load the draft beside the target and return its worker.
+
+    The draft computes in the target's dtype whatever its own config says: the features it reads and
+    the embedding and head it borrows are in that dtype.
+    """
+    target_config = target_worker.model_runner.model_config
+
+    class DraftTpWorker(TpModelWorker):
+        def _init_model_config(self) -> None:
+            super()._init_model_config()
+            self.model_config.dtype = target_config.dtype
+
+    ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
+    return build_draft_tp_worker(
+        server_args=server_args,
+        gpu_id=gpu_id,
+        nccl_port=nccl_port,
+        target_model_config=target_config,
+        algo_label="DFLASH",
+        draft_worker_cls=DraftTpWorker,
+    ).draft_worker
+
+
+def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
+    """Return this rank's shard of the target's output head, without its padding rows.
+
+    Raises:
+        UnsupportedCheckpoint: the head is quantised or carries added tokens apart.
+    """
+    head = target_model.lm_head
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.dim() != 2:
+        raise UnsupportedCheckpoint(
+            "the target's lm_head is quantised, and proposals need its weight as floats: serve a "
+            "checkpoint whose quantisation leaves lm_head out, or SGLANG_DFLASH_WORKER=upstream"
+        )
+    shard = head.shard_indices
+    if shard.num_added_elements:
+        raise UnsupportedCheckpoint(
+            f"the target's lm_head has {shard.num_added_elements} tokens added by LoRA adapters; "
+            "serve without them, or set SGLANG_DFLASH_WORKER=upstream"
+        )
+    distributed = get_parallel().tp_size > 1
+    return VocabularyHead(
+        weight[: shard.num_org_elements],
+        shard.org_vocab_start_index,
+        tensor_model_parallel_all_gather if distributed else None,
+    )
+
+
+class DraftForward:
+    """Proposes tokens for a block, and keeps the draft's context up to date."""
+
+    def __init__(
+        self, draft_worker: TpModelWorker, target_model: nn.Module, block_size: int
+    ) -> None:
+        self._runner = draft_worker.model_runner
+        self._model: DFlashDraftModel = self._runner.model
+        self._block_size = block_size
+        self._embed = target_model.get_input_embeddings()
+        scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+        self._embedding_scale = 1.0 if scale is None else float(scale())
+        self._head = vocabulary_head(target_model)
+        # The draft's block has no logits and captures nothing; its lengths say all.
+        empty = torch.empty(0, dtype=torch.int64, device=self._runner.device)
+        self._spec_info = DFlashVerifyInput(
+            draft_token=empty,
+            positions=empty,
+            draft_token_num=block_size,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+
+    def propose(self, batch: ScheduleBatch, block: Block, plan: KVLocPlan) -> torch.Tensor:
+        """Return [n, B-1] int64 proposals for the mask rows of `block`.
+
+        Writes the block's own K/V into the draft pool; `inject` overwrites it with the context's.
+        """
+        n = block.ids.shape[0]
+        embeddings = self._embed(block.ids.flatten())
+        if self._embedding_scale != 1.0:
+            embeddings = embeddings * self._embedding_scale
+        forward_batch = self._forward_batch(batch, block, plan, embeddings)
+        output = self._runner.forward(forward_batch).logits_output.hidden_states
+        return propose_greedy(output.view(n, self._block_size, -1), self._head)
+
+    def inject(self, features: torch.Tensor, positions: torch.Tensor, plan: KVLocPlan) -> None:
+        """Turn context features [M, K*H] at `positions` [M] into the draft's K/V.
+
+        A verify step injects refused rows too: they lie beyond the committed length, where nothing
+        reads, and the next block overwrites them. So no row needs to be selected, and none counted.
+        """
+        locs = plan.write_ids(self._runner.kv_index_translator)
+        # Tensor parallelism may have padded the forward's rows.
+        features = features[: locs.shape[0]]
+        self._model.inject(features, positions, locs, self._runner.token_to_kv_pool)
+
+    def _forward_batch(
+        self, batch: ScheduleBatch, block: Block, plan: KVLocPlan, embeddings: torch.Tensor
+    ) -> ForwardBatch:
+        n = block.ids.shape[0]
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=n,
+            input_ids=block.ids.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            out_cache_loc=block.locs.flatten(),
+            seq_lens_sum=batch.seq_lens_sum,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            positions=block.positions.flatten(),
+            input_embeds=embeddings,
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            global_num_token_non_padded_cpu=n * self._block_size,
+            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+        )
+        plan.bind(forward_batch, self._runner.kv_index_translator)
+        return forward_batch

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The SGLang names that this package relies on, and whether the installed SGLang has them."""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from typing import NamedTuple
+
+__all__ = ["SEAMS", "TESTED_SGLANG", "Seam", "check"]
+
+TESTED_SGLANG = "0.5.23"
+
+
+class Seam(NamedTuple):
+    """A name of SGLang's and the parameters we pass or receive.
+
+    Attributes:
+        path: dotted path, `package.module.attribute`.
+        parameters: names it must accept; every other parameter must have a default. None: the name
+            alone matters.
+    """
+
+    path: str
+    parameters: tuple[str, ...] | None = None
+
+
+_SRT = "sglang.srt."
+_SPEC = _SRT + "speculative."
+_POOL = _SRT + "mem_cache."
+_RUN = _SRT + "model_executor."
+
+SEAMS: tuple[Seam, ...] = (
+    # hooks (plugin.py)
+    Seam(_SRT + "plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
+    Seam(_SRT + "plugins.hook_registry.HookRegistry._patched"),
+    Seam(_SRT + "plugins.hook_registry.HookRegistry._hooks"),
+    Seam(_SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",)),
+    Seam(_SRT + "arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)),
+    Seam(_SRT + "arg_groups.model_override_base.resolving_view", ("server_args",)),
+    Seam(_SRT + "configs.hybrid_arch.mambaish_config", ("model_config",)),
+    Seam(_SPEC + "spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args")),
+    Seam(_SPEC + "dflash_utils.validate_dflash_request", ("req", "enable_overlap")),
+    Seam(_POOL + "allocation_sizing.get_req_to_token_extra_context_len", ()),
+    # worker.py, state.py
+    Seam(_SPEC + "base_spec_worker.BaseSpecWorker.__init__", ("self",)),
+    Seam(
+        _SPEC + "base_spec_worker.BaseSpecWorker.alloc_memory_pool",
+        ("self", "memory_pool_config", "req_to_token_pool", "token_to_kv_pool_allocator"),
+    ),
+    Seam(_SPEC + "spec_info.SpecInput.__init__", ("self", "spec_input_type")),
+    Seam(_SPEC + "spec_info.SpecInputType.DFLASH_DRAFT"),
+    Seam(
+        _POOL + "allocation.alloc_for_spec_decode",
+        (
+            "tree_cache",
+            "req_to_token_pool",
+            "reqs",
+            "req_pool_indices",
+            "cur_kv_lens",
+            "cur_kv_lens_cpu",
+            "nxt_kv_lens",
+            "nxt_kv_lens_cpu",
+            "num_needed_tokens",
+            "batch",
+        ),
+    ),
+    Seam(_POOL + "allocation_sizing.get_alloc_reserve_per_decode", ()),
+    Seam(_SRT + "managers.schedule_batch.ScheduleBatch.maybe_evict_swa", ("self",)),
+    Seam(
+        _SRT + "managers.utils.GenerationBatchResult",
+        (
+            "logits_output",
+            "next_token_ids",
+            "accept_lens",
+            "new_seq_lens",
+            "next_draft_input",
+            "speculative_num_draft_tokens",
+            "can_run_cuda_graph",
+        ),
+    ),
+    Seam(
+        _POOL + "kv_index_translator.KVIndexTranslator.plan",
+        ("self", "req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent"),
+    ),
+    Seam(_POOL + "kv_loc_plan.KVLocPlan.write_ids", ("self", "reader")),
+    Seam(_POOL + "kv_loc_plan.KVLocPlan.bind", ("self", "batch", "reader")),
+    Seam(_SRT + "runtime_context.get_spec", ()),
+    Seam(_SRT + "runtime_context.get_exec", ()),
+    Seam(_SRT + "runtime_context.get_parallel", ()),
+    Seam(_RUN + "cuda_graph_config.Backend.DISABLED"),
+    # draft, verify
+    Seam(
+        _SPEC + "draft_worker_common.build_draft_tp_worker",
+        (
+            "server_args",
+            "gpu_id",
+            "nccl_port",
+            "target_model_config",
+            "algo_label",
+            "draft_worker_cls",
+        ),
+    ),
+    Seam(_SRT + "managers.tp_worker.TpModelWorker._init_model_config", ("self",)),
+    Seam(
+        _SRT + "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        (
+            "self",
+            "batch",
+            "forward_batch",
+            "is_verify",
+            "skip_attn_backend_init",
+            "capture_hidden_mode",
+            "return_kv_loc_plan",
+        ),
+    ),
+    Seam(_SRT + "models.registry.ModelRegistry.models"),
+    Seam(
+        _SPEC + "dflash_info.DFlashVerifyInput",
+        ("draft_token", "positions", "draft_token_num", "capture_hidden_mode", "kv_loc_plan"),
+    ),
+    Seam(
+        _SPEC + "dflash_info.DFlashVerifyInput.prepare_for_verify",
+        ("self", "batch", "target_worker"),
+    ),
+    Seam(
+        _RUN + "forward_batch_info.ForwardBatch",
+        (
+            "forward_mode",
+            "batch_size",
+            "input_ids",
+            "req_pool_indices",
+            "seq_lens",
+            "out_cache_loc",
+            "seq_lens_sum",
+            "seq_lens_cpu",
+            "positions",
+            "input_embeds",
+            "spec_algorithm",
+            "spec_info",
+            "capture_hidden_mode",
+            "global_num_token_non_padded_cpu",
+            "can_run_decode_cuda_graph",
+        ),
+    ),
+    Seam(_POOL + "memory_pool.KVWriteLoc", ("loc", "physical")),
+    Seam(
+        _POOL + "memory_pool.MHATokenToKVPool.set_kv_buffer",
+        ("self", "layer", "loc_info", "cache_k", "cache_v", "k_scale", "v_scale"),
+    ),
+    Seam(
+        _SRT + "layers.radix_attention.RadixAttention.__init__",
+        (
+            "self",
+            "num_heads",
+            "head_dim",
+            "scaling",
+            "num_kv_heads",
+            "layer_id",
+            "sliding_window_size",
+            "attn_type",
+        ),
+    ),
+    Seam(
+        _SRT + "layers.rotary_embedding.get_rope",
+        ("head_size", "rotary_dim", "max_position", "base", "rope_scaling", "is_neox_style"),
+    ),
+)
+
+
+def check(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
+    """Return what the installed SGLang lacks, one line each; empty when all is in place."""
+    return [problem for seam in seams if (problem := _problem(seam)) is not None]
+
+
+def _problem(seam: Seam) -> str | None:
+    try:
+        found = pkgutil.resolve_name(seam.path)
+    except (ImportError, AttributeError) as error:
+        return f"{seam.path}: not there ({error})"
+    if seam.parameters is None:
+        return None
+    parameters = inspect.signature(found).parameters
+    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return None
+    missing = [name for name in seam.parameters if name not in parameters]
+    new = [
+        name
+        for name, p in parameters.items()
+        if name not in seam.parameters and p.default is p.empty and p.kind is not p.VAR_POSITIONAL
+    ]
+    if not missing and not new:
+        return None
+    parts = [
+        f"{word} {', '.join(names)}"
+        for word, names in (("lacks", missing), ("wants", new))
+        if names
+    ]
+    return f"{seam.path}: {' and '.join(parts)}"

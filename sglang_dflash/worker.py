@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The DFLASH worker: prefill and the decode step, as SGLang's scheduler calls them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.mem_cache.allocator import BaseTokenToKVPoolAllocator
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.cuda_graph_config import Backend
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.pool_configurator import MemoryPoolConfig
+from sglang.srt.platforms import current_platform
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+
+from sglang_dflash import __version__
+from sglang_dflash.draft.block import Block, BlockBuilder
+from sglang_dflash.draft.checks import check_block_size, check_target
+from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.forward import DraftForward, build_draft_worker
+from sglang_dflash.draft.model import served_draft_config
+from sglang_dflash.state import DFlashState
+from sglang_dflash.verify.accept import accept_greedy
+from sglang_dflash.verify.forward import verify_block
+
+__all__ = ["DFlashWorker"]
+
+logger = logging.getLogger(__name__)
+
+Publish = Callable[[torch.Tensor], None]
+
+
+class DFlashWorker(BaseSpecWorker):
+    """Serves `--speculative-algorithm DFLASH`.
+
+    The draft shares the target's slots, page table, radix tree and reservations: a token's context
+    lies in the draft's pool at the slot where the target keeps that token.
+    """
+
+    def __init__(
+        self, server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
+    ) -> None:
+        super().__init__()
+        self.device = target_worker.device
+        self.block_size = int(get_spec().speculative_num_draft_tokens)
+        self.speculative_num_draft_tokens = self.block_size  # SGLang's metrics read it
+        self._target_worker = target_worker
+        target = target_worker.model_runner
+        config = served_draft_config()
+        check_block_size(self.block_size, config)
+        check_target(
+            config,
+            target_hidden_size=target.model_config.hidden_size,
+            target_vocab_size=target.model_config.vocab_size,
+            target_num_layers=target.model_config.num_hidden_layers,
+            tp_size=get_parallel().tp_size,
+        )
+        self._draft_worker = build_draft_worker(server_args, gpu_id, nccl_port, target_worker)
+        self._draft = DraftForward(self._draft_worker, target.model, self.block_size)
+        self._mask_token_id = config.mask_token_id
+        self._log_start(config)
+
+    # ---- what the scheduler calls -------------------------------------------------------------
+
+    def forward_batch_generation(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish | None = None,
+        grammar_barrier: Callable[[], None] | None = None,
+        pp_proxy_tensors: None = None,
+    ) -> GenerationBatchResult:
+        """Run one step: a prefill chunk, or a block of decoding.
+
+        Args:
+            batch: the scheduler's batch; the scheduler restores what the step changes in it.
+            on_publish: takes the new lengths [n] as soon as they are known (overlap scheduling).
+            grammar_barrier: unused, requests with a grammar are refused at admission.
+            pp_proxy_tensors: unused, pipeline parallelism is refused at start-up.
+        """
+        with torch.inference_mode():
+            if batch.forward_mode.is_extend():
+                return self._prefill(batch, on_publish)
+            return self._decode(batch, on_publish)
+
+    def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
+        """Run the target over prompt rows and inject their context at once.
+
+        At once, because the radix tree may adopt the slots as soon as this returns.
+        """
+        result = self._target_worker.forward_batch_generation(
+            batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
+        )
+        result.new_seq_lens = batch.seq_lens
+        if on_publish is not None:
+            on_publish(batch.seq_lens)
+        output = result.logits_output
+        features, output.hidden_states = output.hidden_states, None
+        plan, result.kv_loc_plan = result.kv_loc_plan, None
+        self._draft.inject(features, _prompt_positions(batch).to(self.device), plan)
+        result.next_draft_input = DFlashState(bonus_tokens=result.next_token_ids.to(torch.int64))
+        return result
+
+    def _decode(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
+        """Block, propose, verify, accept, publish, inject."""
+        prefix_lens = batch.seq_lens
+        block = self._blocks.build(
+            batch.spec_info.bonus_tokens,
+            prefix_lens,
+            batch.req_pool_indices,
+            self._target_worker.model_runner.req_to_token_pool.req_to_token,
+        )
+        plan = self._plan_slots(batch, block)
+        proposals = self._draft.propose(batch, block, plan)
+        verified = verify_block(self._target_worker, batch, block, proposals, plan)
+        verdict = accept_greedy(proposals, verified.logits.argmax(dim=-1))
+        new_seq_lens = prefix_lens + verdict.num_committed
+        if on_publish is not None:
+            on_publish(new_seq_lens)
+        self._draft.inject(verified.features, block.positions.flatten(), plan)
+        return GenerationBatchResult(
+            logits_output=verified.output,
+            next_token_ids=verdict.tokens.flatten(),
+            accept_lens=verdict.num_committed,
+            new_seq_lens=new_seq_lens,
+            next_draft_input=DFlashState(bonus_tokens=verdict.next_anchor),
+            speculative_num_draft_tokens=self.block_size,
+            can_run_cuda_graph=verified.can_run_graph,
+        )
+
+    def _plan_slots(self, batch: ScheduleBatch, block: Block) -> KVLocPlan:
+        """Translate the block's slots once, for draft, verify and injection alike."""
+        known = batch.seq_lens_cpu is not None
+        # Back ends that plan on the device leave the host with an upper bound.
+        lens_cpu = batch.seq_lens_cpu if known else batch.spec_info.reserved_lens_cpu
+        plan = self._target_worker.model_runner.kv_index_translator.plan(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            seq_lens_cpu=lens_cpu,
+            write_virtual=block.locs.flatten(),
+            read_extent=self.block_size,
+        )
+        batch.seq_lens_cpu = lens_cpu + self.block_size if known else lens_cpu
+        batch.seq_lens_sum = int(batch.seq_lens_cpu.sum())
+        return plan
+
+    # ---- what the scheduler asks at start-up --------------------------------------------------
+
+    @property
+    def spec_v2_attn_backends(self) -> tuple:
+        """Attention back ends a step touches; they decide whether the host must know lengths."""
+        runners = (self._target_worker.model_runner, self._draft_worker.model_runner)
+        return tuple(runner.attn_backend for runner in runners)
+
+    def weight_update_runners(self) -> list:
+        """The draft's runner, for weight updates through the API."""
+        return [("draft", self._draft_worker.model_runner)]
+
+    def alloc_memory_pool(
+        self,
+        memory_pool_config: MemoryPoolConfig | None = None,
+        req_to_token_pool: ReqToTokenPool | None = None,
+        token_to_kv_pool_allocator: BaseTokenToKVPoolAllocator | None = None,
+    ) -> None:
+        """Give the draft a pool with the target's slots, and size what is kept between steps."""
+        super().alloc_memory_pool(memory_pool_config, req_to_token_pool, token_to_kv_pool_allocator)
+        self._blocks = BlockBuilder(
+            self.block_size, self._mask_token_id, req_to_token_pool.size, self.device
+        )
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the draft's graph where the platform has graphs and they are on."""
+        wanted = get_exec().graph.cuda_graph_config.decode.backend != Backend.DISABLED
+        possible = (
+            not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
+        )
+        self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
+
+    def _log_start(self, config: DraftConfig) -> None:
+        if get_parallel().tp_rank == 0:
+            logger.info(
+                "DFLASH is served by sglang-dflash %s: block size %d, draft %s (%d layers, target "
+                "layers %s, %s)",
+                __version__,
+                self.block_size,
+                get_spec().speculative_draft_model_path,
+                config.num_layers,
+                list(config.target_layer_ids),
+                str(self._draft_worker.model_runner.dtype).removeprefix("torch."),
+            )
+
+
+def _prompt_positions(batch: ScheduleBatch) -> torch.Tensor:
+    """Return [T] int64 on the host, the absolute position of each prompt row."""
+    spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
+    return torch.cat([torch.arange(start, start + length) for start, length in spans])
