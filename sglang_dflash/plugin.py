@@ -193,7 +193,8 @@ def _check_hooks() -> None:
     if problems:
         raise SeamMoved(
             f"sglang-dflash was made for SGLang {TESTED_SGLANG} and cannot serve DFLASH on this "
-            f"one: {'; '.join(problems)}. Install sglang=={TESTED_SGLANG}, or uninstall sglang-dflash."
+            f"one: {'; '.join(problems)}. Install sglang=={TESTED_SGLANG}, or uninstall "
+            "sglang-dflash."
         )
     foreign = sorted(
         f"{source.plugin_name} ({target})"

@@ -51,8 +51,8 @@ class DFlashState(SpecInput):
 
     Attributes:
         bonus_tokens: [n] int64, each request's anchor (SGLang's word for it).
-        future_indices: [n], rows of the scheduler's relay; when set, the next step reads the anchors
-            from there instead.
+        future_indices: [n], rows of the scheduler's relay; when set, the next step reads the
+            anchors from there instead.
         reserved_lens_cpu: [n] int64 on the host, positions that have slots; set before each decode
             step, for back ends that plan without knowing the exact lengths.
     """

@@ -132,7 +132,7 @@ class CpuAttentionBackend(AttentionBackend):
             self._workspace,
             causal=layer.attn_type != AttentionType.ENCODER_ONLY,
         )
-        return out.view(q.shape[0], -1)
+        return out.reshape(q.shape[0], -1)
 
     forward_decode = forward_extend
 

@@ -14,7 +14,7 @@ class Verdict(NamedTuple):
     """What verify decided for n requests.
 
     Attributes:
-        tokens: [n, B] int64. Row i starts with the committed tokens of request i; the rest is unused.
+        tokens: [n, B] int64. Row i starts with request i's committed tokens; the rest is unused.
         num_committed: [n] int32 in 1..B, accepted proposals plus the next anchor.
         next_anchor: [n] int64, the last committed token.
     """
