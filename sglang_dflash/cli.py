@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sglang-dflash`: the console command. Reading the arguments loads neither torch nor sglang."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from sglang_dflash import __version__
+
+__all__ = ["main"]
+
+FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit code.
+
+    0: all well. 1: something failed, or the check did not hold. 2: bad arguments.
+    """
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    try:
+        return arguments.run(arguments, parser)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="sglang-dflash", description="DFlash speculative decoding for SGLang."
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_doctor(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="serve a few prompts plainly and with DFLASH, and compare",
+        description=(
+            "Fetches SmolLM2-135M-Instruct once, serves the same prompts plainly and with the "
+            "bundled draft, and shows answers, tokens per second, acceptance length and whether "
+            "the texts are identical. Exit code 1 where they are not, in float32."
+        ),
+    )
+    add = demo.add_argument
+    add("--prompt", action="append", type=_text, help="use this instead; repeatable")
+    add("--max-new-tokens", type=_positive, default=96, metavar="N", help="default: 96")
+    add(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16"],
+        default="auto",
+        help="default: auto, which is float32 on a CPU and bfloat16 on a GPU",
+    )
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+    add("--target", metavar="MODEL", help="another target: a folder or a hub name")
+    add("--draft", metavar="MODEL", help="another DFlash draft: a folder or a hub name")
+    add("--block-size", type=_block, metavar="B", help="default: the draft's")
+    add("--json", type=Path, metavar="FILE", help="also write the figures there")
+    add("--verbose", action="store_true", help="show SGLang's log")
+    demo.set_defaults(run=_demo)
+
+
+def _add_doctor(commands: argparse._SubParsersAction) -> None:
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, who serves DFLASH, and what is wrong",
+        description="Exit code 1 where something keeps the plugin from working.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=_doctor)
+
+
+def _text(value: str) -> str:
+    if not value.strip():
+        raise argparse.ArgumentTypeError("is empty")
+    return value
+
+
+def _positive(value: str) -> int:
+    return _integer(value, least=1)
+
+
+def _block(value: str) -> int:
+    return _integer(value, least=2)
+
+
+def _integer(value: str, *, least: int) -> int:
+    if not value.isdecimal() or int(value) < least:
+        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {least}")
+    return int(value)
+
+
+def _demo(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    if problem := _demo_problem(arguments):
+        parser.error(problem)
+    from sglang_dflash.demo import DemoError
+    from sglang_dflash.demo.run import DemoSettings, built_in_prompts, run_demo
+
+    own = [("yours", prompt) for prompt in arguments.prompt or []]
+    settings = DemoSettings(
+        prompts=own or built_in_prompts(),
+        max_new_tokens=arguments.max_new_tokens,
+        dtype=arguments.dtype,
+        device=arguments.device,
+        target=arguments.target,
+        draft=arguments.draft,
+        block_size=arguments.block_size,
+        verbose=arguments.verbose,
+    )
+    try:
+        record = run_demo(settings)
+    except DemoError as error:
+        print(f"sglang-dflash demo: {error}", file=sys.stderr)
+        return FAILED
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    must_match = record["settings"]["dtype"] == "float32"
+    return FAILED if must_match and not record["identical"] else 0
+
+
+def _demo_problem(arguments: argparse.Namespace) -> str | None:
+    """Return what is wrong with the arguments taken together, found before anything starts."""
+    if arguments.target and not arguments.draft:
+        return "--target needs --draft: the bundled draft belongs to SmolLM2-135M-Instruct"
+    for flag in ("target", "draft"):
+        model = getattr(arguments, flag)
+        if model and not _is_model(model):
+            return f"--{flag} {model}: neither a folder with a config.json nor a hub name"
+    block, trained = arguments.block_size, _trained_block(arguments.draft)
+    if block is not None and trained is not None and block > trained:
+        return f"--block-size {block}: the draft was trained for blocks of {trained}"
+    if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
+        return f"--json {arguments.json}: its folder cannot be written"
+    return None
+
+
+def _is_model(model: str) -> bool:
+    """Tell whether `model` is a model folder, or may be a name on the hub (`owner/name`)."""
+    path = Path(model).expanduser()
+    if path.exists():
+        return (path / "config.json").is_file()
+    return model.count("/") == 1 and not model.startswith((".", "/", "~"))
+
+
+def _trained_block(draft: str | None) -> int | None:
+    """Return the block size in the draft's config; None for a draft that is not here."""
+    from sglang_dflash.demo.model import bundled_draft
+
+    config = (Path(draft).expanduser() if draft else bundled_draft()) / "config.json"
+    if not config.is_file():
+        return None
+    return json.loads(config.read_text(encoding="utf-8")).get("block_size")
+
+
+def _doctor(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from sglang_dflash.doctor import diagnose
+
+    found = diagnose()
+    if arguments.json:
+        print(json.dumps(found.as_json(), indent=2))
+        return FAILED if found.problems else 0
+    for name, version in found.versions.items():
+        print(f"{name:18} {version}")
+    print(f"{'platform':18} {found.platform} ({found.device})")
+    print(f"{'DFLASH worker':18} {found.worker}")
+    for group, ok in found.entry_points.items():
+        print(f"{'entry point':18} {group}: {'found' if ok else 'MISSING'}")
+    for problem in found.problems:
+        print(f"problem: {problem}")
+    print("all well" if not found.problems else f"{len(found.problems)} problem(s)")
+    return FAILED if found.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
