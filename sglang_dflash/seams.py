@@ -135,7 +135,6 @@ SEAMS: tuple[Seam, ...] = (
             "seq_lens_sum",
             "seq_lens_cpu",
             "positions",
-            "input_embeds",
             "spec_algorithm",
             "spec_info",
             "capture_hidden_mode",

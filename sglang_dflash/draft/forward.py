@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
@@ -59,6 +60,17 @@ def build_draft_worker(
     ).draft_worker
 
 
+def block_embedding(target_model: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return the function that embeds a block: the target's embedding times its noise scale."""
+    embed = target_model.get_input_embeddings()
+    # Gemma-like targets say by how much the embeddings of a draft's block are scaled.
+    scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
+    if scale is None:
+        return embed.forward
+    factor = float(scale())
+    return lambda ids: embed(ids) * factor
+
+
 def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
     """Return this rank's shard of the target's output head, without its padding rows.
 
@@ -95,9 +107,7 @@ class DraftForward:
         self._runner = draft_worker.model_runner
         self._model: DFlashDraftModel = self._runner.model
         self._block_size = block_size
-        self._embed = target_model.get_input_embeddings()
-        scale = getattr(target_model, "get_dflash_noise_embedding_scale", None)
-        self._embedding_scale = 1.0 if scale is None else float(scale())
+        self._model.borrow_embedding(block_embedding(target_model))
         self._head = vocabulary_head(target_model)
         # The draft's block has no logits and captures nothing; its lengths say all.
         empty = torch.empty(0, dtype=torch.int64, device=self._runner.device)
@@ -114,10 +124,7 @@ class DraftForward:
         Writes the block's own K/V into the draft pool; `inject` overwrites it with the context's.
         """
         n = block.ids.shape[0]
-        embeddings = self._embed(block.ids.flatten())
-        if self._embedding_scale != 1.0:
-            embeddings = embeddings * self._embedding_scale
-        forward_batch = self._forward_batch(batch, block, plan, embeddings)
+        forward_batch = self._forward_batch(batch, block, plan)
         output = self._runner.forward(forward_batch).logits_output.hidden_states
         return propose_greedy(output.view(n, self._block_size, -1), self._head)
 
@@ -132,9 +139,7 @@ class DraftForward:
         features = features[: locs.shape[0]]
         self._model.inject(features, positions, locs, self._runner.token_to_kv_pool)
 
-    def _forward_batch(
-        self, batch: ScheduleBatch, block: Block, plan: KVLocPlan, embeddings: torch.Tensor
-    ) -> ForwardBatch:
+    def _forward_batch(self, batch: ScheduleBatch, block: Block, plan: KVLocPlan) -> ForwardBatch:
         n = block.ids.shape[0]
         forward_batch = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -146,7 +151,6 @@ class DraftForward:
             seq_lens_sum=batch.seq_lens_sum,
             seq_lens_cpu=batch.seq_lens_cpu,
             positions=block.positions.flatten(),
-            input_embeds=embeddings,
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._spec_info,
             capture_hidden_mode=CaptureHiddenMode.NULL,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from sglang.srt.configs.draft_parallel import DraftParallelSpec, DraftTPExecution
@@ -173,6 +173,10 @@ class DFlashDraftModel(nn.Module):
         self.fc = nn.Linear(num_features, draft.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(draft.hidden_size, eps=draft.rms_norm_eps)
 
+    def borrow_embedding(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Take `embed`, [T] int64 -> [T, H], the target's embedding times its noise scale."""
+        self._embed = embed
+
     def get_attention_sliding_window_size(self) -> int | None:
         """Return the widest window in SGLang's count, or None when every layer sees everything."""
         windows = [w - 1 for w in self.draft_config.sliding_windows if w is not None]
@@ -184,17 +188,17 @@ class DFlashDraftModel(nn.Module):
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         forward_batch: ForwardBatch,
-        input_embeds: torch.Tensor,
+        input_embeds: None = None,
     ) -> LogitsProcessorOutput:
         """Return the block's hidden states [T, H], T = n * B.
 
         Args:
-            input_ids: [T] int64, unused: the embeddings come from the target.
+            input_ids: [T] int64, anchor and masks.
             positions: [T] int64.
             forward_batch: SGLang's description of the batch.
-            input_embeds: [T, H], the target's embeddings of anchor and masks.
+            input_embeds: unused; SGLang's runner would round them to bfloat16.
         """
-        hidden, residual = input_embeds, None
+        hidden, residual = self._embed(input_ids), None
         for layer in self.layers:
             hidden, residual = layer(positions, hidden, residual, forward_batch)
         hidden, _ = self.norm(hidden, residual)
