@@ -39,6 +39,8 @@ def default_server_args(server_args: Any) -> None:
         graphs = with_phase(graphs, phase, backend=Backend.DISABLED)
     server_args.cuda_graph_config = graphs
     server_args.disable_custom_all_reduce = True
+    # An idle scheduler would poll at full speed, on a core that another process computes with.
+    server_args.sleep_on_idle = True
     if raw.get("chunked_prefill_size") is None:
         server_args.chunked_prefill_size = CHUNKED_PREFILL_TOKENS
 
@@ -71,7 +73,7 @@ def thread_environment(server_args: Any, environ: Mapping[str, str]) -> dict[str
     OpenMP reads its settings when torch is loaded, so they must be in the environment that the
     workers inherit. What the user has set stays.
     """
-    wanted = {"GOMP_SPINCOUNT": "1000000"}
+    wanted = {"GOMP_SPINCOUNT": "1000000", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0"}
     ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
     if ranks > 1:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
