@@ -139,9 +139,17 @@ def _demo_problem(arguments: argparse.Namespace) -> str | None:
     block, trained = arguments.block_size, _trained_block(arguments.draft)
     if block is not None and trained is not None and block > trained:
         return f"--block-size {block}: the draft was trained for blocks of {trained}"
+    if arguments.device == "cuda" and not _has_cuda():
+        return "--device cuda: torch sees no CUDA device here"
     if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
         return f"--json {arguments.json}: its folder cannot be written"
     return None
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _is_model(model: str) -> bool:

@@ -110,8 +110,6 @@ def _engines(
 ) -> Iterator[tuple[EngineProcess, EngineProcess, Placement]]:
     """Start both engines, one after the other; take both down whatever happens."""
     common = {"model_path": target, "dtype": settings.dtype, **SMALL}
-    if settings.device != "auto":
-        common["device"] = settings.device
     if settings.verbose:
         common["log_level"] = "info"
     dflash = {
@@ -128,7 +126,10 @@ def _engines(
             log_path = None if settings.verbose else logs / f"{name}.log"
             print(f"starting the {name} engine ...", end=" ", flush=True)
             begin = time.perf_counter()
-            engine = stack.enter_context(EngineProcess(name, options, log_path))
+            process = EngineProcess(
+                name, options, on_cpu=settings.device == "cpu", log_path=log_path
+            )
+            engine = stack.enter_context(process)
             placement = engine.ready()
             print(f"{time.perf_counter() - begin:.0f} s", flush=True)
             return engine, placement

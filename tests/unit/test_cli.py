@@ -70,6 +70,11 @@ def test_a_bad_value_is_one_message_and_code_two(capsys, arguments, message):
     assert message in usage_error(capsys, "demo", *arguments)
 
 
+def test_a_gpu_that_is_not_there_is_told_beforehand(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_has_cuda", lambda: False)
+    assert "torch sees no CUDA device" in usage_error(capsys, "demo", "--device", "cuda")
+
+
 def test_no_command_is_a_usage_error(capsys):
     assert "COMMAND" in usage_error(capsys)
 

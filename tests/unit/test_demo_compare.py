@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from sglang_dflash.demo import engine
+from sglang_dflash.demo import DemoError, engine
 from sglang_dflash.demo.compare import Divergence, PromptResult, result_table, summarise
 from sglang_dflash.demo.engine import Answer, EngineProcess
 from sglang_dflash.demo.run import _divergence
@@ -97,10 +97,22 @@ def test_equal_answers_have_no_difference():
 def test_leaving_takes_down_a_child_that_is_still_busy(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "SHUTDOWN_S", 0.1)
     begin = time.monotonic()
-    with EngineProcess("plain", {"model_path": "x", "dtype": "auto"}, tmp_path / "log") as process:
+    options = {"model_path": "x", "dtype": "auto"}
+    with EngineProcess("plain", options, on_cpu=True, log_path=tmp_path / "log") as process:
         pid = process._child.pid
     assert not alive(pid)
     assert time.monotonic() - begin < 10
+
+
+def test_a_child_that_dies_is_told_with_the_end_of_its_log(tmp_path):
+    (tmp_path / "log").write_text("the reason\n")
+    options = {"model_path": "x", "dtype": "auto"}
+    with EngineProcess("plain", options, on_cpu=True, log_path=tmp_path / "log") as process:
+        process._child.kill()
+        with pytest.raises(
+            DemoError, match=r"plain engine failed: .*exit code -9\n  \| the reason"
+        ):
+            process.ready()
 
 
 def alive(pid: int) -> bool:
