@@ -12,6 +12,8 @@ the injected context too and a fault there costs acceptance.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -102,7 +104,7 @@ def make_pair(
         "head_dim": head_dim,
         "max_position_embeddings": 1024,
     }
-    with torch.random.fork_rng(devices=[]):
+    with _one_thread(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         target = _random_target(family, sizes, num_layers)
         config = _draft_config(sizes, num_layers, draft_layers, block_size, sliding_window)
@@ -114,6 +116,17 @@ def make_pair(
     weights = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
     save_file(weights, pair.draft / "model.safetensors")
     return pair
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Sums come in one order, so that a seed gives the same weights; and nobody is crowded out."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def random_prompt(length: int, generator: torch.Generator) -> torch.Tensor:

@@ -192,13 +192,13 @@ def _header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
     try:
         entries = json.loads(header)
         entries.pop("__metadata__", None)
-        ends = [entry["data_offsets"][1] for entry in entries.values()]
+        end = max((int(entry["data_offsets"][1]) for entry in entries.values()), default=0)
         shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise UnsupportedCheckpoint(
             f"{_OPTION} {file}: not a safetensors file ({error!r}). Download the draft again."
         ) from error
-    expected_bytes = 8 + length + max(ends, default=0)
+    expected_bytes = 8 + length + end
     if file.stat().st_size != expected_bytes:
         raise UnsupportedCheckpoint(
             f"{_OPTION} {file}: {file.stat().st_size} bytes, expected {expected_bytes}: an "

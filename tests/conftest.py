@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that several folders share."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+import pairs
+import pytest
+import torch
+from pairs import Pair, make_pair
+
+import sglang_dflash.hf.draft
+
+
+@pytest.fixture(scope="session")
+def llama_pair(request: pytest.FixtureRequest) -> Pair:
+    """A tiny Llama target and its draft; tau about 2.3 greedy, 1.4 at temperature 1."""
+    return _kept_pair(request, "llama")
+
+
+@pytest.fixture(scope="session")
+def qwen3_pair(request: pytest.FixtureRequest) -> Pair:
+    """A tiny Qwen3 target and its draft; tau about 3.0 greedy, 1.6 at temperature 1."""
+    return _kept_pair(request, "qwen3")
+
+
+@pytest.fixture(scope="session")
+def windowed_pair(request: pytest.FixtureRequest) -> Pair:
+    """A tiny Llama target whose draft has a sliding window of 16 in its last layer."""
+    return _kept_pair(request, "llama", sliding_window=16)
+
+
+def _kept_pair(
+    request: pytest.FixtureRequest,
+    family: Literal["llama", "qwen3"],
+    *,
+    sliding_window: int | None = None,
+) -> Pair:
+    """Return a pair from pytest's cache, made anew when what makes it changed (some 10 s)."""
+    sources = (Path(str(module.__file__)) for module in (pairs, sglang_dflash.hf.draft))
+    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
+    digest.update(f"{torch.__version__} {family} {sliding_window}".encode())
+    root = Path(request.config.cache.mkdir("dflash_pairs"))
+    folder = root / f"{family}-{sliding_window or 'full'}-{digest.hexdigest()[:16]}"
+    if not folder.is_dir():
+        unfinished = Path(tempfile.mkdtemp(dir=root))
+        make_pair(unfinished, family, sliding_window=sliding_window)
+        try:
+            unfinished.rename(folder)  # whole or absent, also with two test runs at a time
+        except OSError:
+            shutil.rmtree(unfinished)
+    return Pair(folder / "target", folder / "draft", block_size=8)

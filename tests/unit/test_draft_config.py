@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A draft checkpoint is read completely or refused with everything that is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import sglang_dflash
+from sglang_dflash.draft.config import (
+    DraftConfig,
+    build_target_layer_ids,
+    canonical_weight_name,
+    check_block_size,
+    check_target,
+    check_weights,
+    expected_weights,
+    read_weight_shapes,
+    unsupported_reason,
+)
+from sglang_dflash.errors import UnsupportedCheckpoint
+
+BUNDLED = Path(sglang_dflash.__file__).parent / "assets" / "smollm2-135m-dflash-b8"
+# As published for Qwen3-8B, with what transformers adds.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["DFlashDraftModel"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "bos_token_id": 151643,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "layer_types": ["full_attention"] * 5,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 5,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 5,
+    "num_key_value_heads": 8,
+    "num_target_layers": 36,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "transformers_version": "4.57.3",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+FITTING = {
+    "target_hidden_size": 4096,
+    "target_vocab_size": 151936,
+    "target_num_layers": 36,
+    "tp_size": 1,
+}
+
+
+def published(**changes: Any) -> dict[str, Any]:
+    """Return the published config with keys changed; `dflash_config` is merged, ... removes."""
+    config = json.loads(json.dumps(PUBLISHED))
+    config["dflash_config"] |= changes.pop("dflash_config", {})
+    config |= changes
+    config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if v is not ...}
+    return {key: value for key, value in config.items() if value is not ...}
+
+
+def read(**changes: Any) -> DraftConfig:
+    return DraftConfig.from_dict(published(**changes), source="draft-folder")
+
+
+def test_published_config_is_read() -> None:
+    config = read()
+    assert config.architecture == "DFlashDraftModel"
+    assert (config.hidden_size, config.intermediate_size, config.num_layers) == (4096, 12288, 5)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (32, 8, 128)
+    assert config.target_layer_ids == (1, 9, 17, 25, 33)
+    assert (config.block_size, config.mask_token_id, config.vocab_size) == (16, 151669, 151936)
+    assert (config.rope_theta, config.rope_scaling, config.rotary_dim) == (1e6, None, 128)
+    assert config.sliding_windows == (None,) * 5
+    assert config.causal == (False,) * 5
+    assert config.dtype == "bfloat16"
+    check_target(config, **FITTING)
+
+
+def test_bundled_draft_has_exactly_the_weights_its_config_asks_for() -> None:
+    config = DraftConfig.from_pretrained(BUNDLED)
+    shapes = read_weight_shapes(BUNDLED)
+    check_weights(shapes, config, BUNDLED)
+    assert set(shapes) == set(expected_weights(config))
+    parameters = sum(math.prod(shape) for shape in shapes.values())
+    assert parameters == pytest.approx(12.3e6, rel=0.01)
+
+
+def test_default_layer_ids_are_evenly_spread() -> None:
+    assert build_target_layer_ids(36, 5) == (1, 9, 17, 25, 33)
+    assert build_target_layer_ids(48, 8) == (1, 7, 14, 20, 26, 32, 39, 45)
+    assert build_target_layer_ids(30, 1) == (15,)
+    with pytest.raises(ValueError, match="at least 4"):
+        build_target_layer_ids(3, 2)
+    assert read(dflash_config={"target_layer_ids": ...}).target_layer_ids == (1, 9, 17, 25, 33)
+
+
+def test_nested_keys_may_stand_at_the_top_level() -> None:
+    config = read(
+        dflash_config={"mask_token_id": ..., "target_layer_ids": ..., "num_target_layers": 36},
+        mask_token_id=7,
+        target_layer_ids=[2, 4],
+        num_target_layers=...,
+        block_size=...,
+    )
+    assert (config.mask_token_id, config.target_layer_ids) == (7, (2, 4))
+    assert (config.num_target_layers, config.block_size) == (36, None)
+    assert config.num_context_features == 2
+
+
+def test_same_key_with_two_values_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="block_size is 16 but 8 in dflash_config"):
+        read(dflash_config={"block_size": 8})
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_theta": ..., "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+         (5e5, None, 128)),
+        ({"rope_theta": ...}, (1e4, None, 128)),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}},
+         (1e6, {"rope_type": "linear", "factor": 2.0}, 128)),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0,
+                           "original_max_position_embeddings": 4096, "beta_fast": 32.0}},
+         (1e6, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096,
+                "beta_fast": 32.0}, 128)),
+        ({"rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "rope_dim": 64,
+                              "partial_rotary_factor": 0.25, "mrope_section": [11, 11, 10]}},
+         (1e6, None, 64)),
+    ],
+)  # fmt: skip
+def test_rope_is_read_in_both_spellings(changes: dict[str, Any], expected: Any) -> None:
+    config = read(**changes)
+    assert (config.rope_theta, config.rope_scaling, config.rotary_dim) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "windows", "causal"),
+    [
+        ({"layer_types": ["full_attention"] + ["sliding_attention"] * 4, "sliding_window": 2048,
+          "use_sliding_window": True},
+         (None, 2048, 2048, 2048, 2048), (False, True, True, True, True)),
+        ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 64, "is_causal": False,
+          "use_sliding_window": ...}, (64,) * 5, (False,) * 5),
+        ({"is_causal": True}, (None,) * 5, (True,) * 5),
+        ({"layer_types": ..., "sliding_window": 128, "use_sliding_window": True,
+          "max_window_layers": 3}, (None, None, None, 128, 128), (False, False, False, True, True)),
+        ({"layer_types": ..., "sliding_window": 128}, (None,) * 5, (False,) * 5),
+    ],
+)  # fmt: skip
+def test_windows_and_causality_follow_the_layer_types(
+    changes: dict[str, Any], windows: Any, causal: Any
+) -> None:
+    config = read(**changes)
+    assert (config.sliding_windows, config.causal) == (windows, causal)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel: has a candidate selector"),
+        ({"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna"),
+        ({"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorr"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM: is not DFlashDraftModel"),
+        ({"architectures": ...}, r"architectures \[\]"),
+        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
+        ({"projector_type": "domino"}, "Domino"),
+        ({"dflash_config": {"selector_rank": 256, "selector_top_k": 16}}, "selector"),
+        ({"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 16}}, "convolutions"),
+        ({"dflash_config": {"output_multiplier": 0.2}}, "output_multiplier 0.2"),
+        ({"dflash_config": {"final_logit_softcapping": 20.0}}, "soft-capped"),
+        ({"dflash_config": {"attention_sink_bias": True}}, "attention sinks"),
+        ({"dflash_config": {"attention_value_scale": 0.612}}, "values of the attention"),
+        ({"dflash_config": {"shift_label": True}}, "shifted labels"),
+        ({"dflash_config": {"sample_from_anchor": True}}, "anchor's row predicts"),
+        ({"dflash_config": {"input_embedding_scale": 64.0}}, "scales the embeddings"),
+        ({"dflash_config": {"brand_new": 3}}, "dflash_config.brand_new 3: unknown"),
+        ({"brand_new": {"deep": 1}}, "brand_new: unknown"),
+        ({"use_gemma_norm": True}, "Gemma norms"),
+        ({"hidden_act": "swigluoai", "swiglu_alpha": 1.7}, "hidden_act 'swigluoai'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
+        ({"mlp_bias": True}, "biases in the MLP"),
+        ({"has_embed_tokens": True}, "its own embedding"),
+        ({"text_config": {"hidden_size": 3}}, "nested text_config"),
+        ({"speculators_model_type": "dflash", "draft_vocab_size": 32000}, "speculators format"),
+        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lacks .*original_max"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0,
+                           "original_max_position_embeddings": 64}}, "unknown keys .*mscale"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),
+        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope_section"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 1000000 but 500000.0"),
+        ({"partial_rotary_factor": 0.25}, "trained width is unknown"),
+        ({"dflash_config": {"a": 1, "b": 2}}, "a 1: unknown.*b 2: unknown"),
+    ],
+)  # fmt: skip
+def test_what_is_not_plain_is_named(changes: dict[str, Any], words: str) -> None:
+    reason = unsupported_reason(published(**changes))
+    assert reason is not None
+    assert "\n" not in reason
+    assert re.search(words, reason)
+    with pytest.raises(UnsupportedCheckpoint, match="not a plain DFlashDraftModel draft"):
+        read(**changes)
+
+
+def test_keys_that_are_switched_off_do_not_matter() -> None:
+    off = {
+        "projector_type": None,
+        "selector_rank": 0,
+        "conv_kernel_size": 0,
+        "output_multiplier": 1.0,
+        "attention_sink_bias": False,
+        "attention_value_scale": 1.0,
+        "shift_label": False,
+        "brand_new": None,
+    }
+    assert unsupported_reason(published(dflash_config=off, mlp_bias=False, other={})) is None
+    read(dflash_config=off)
+
+
+def test_mask_sidecar_is_seen_beside_the_weights(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED))
+    DraftConfig.from_pretrained(tmp_path)
+    (tmp_path / "mask_embedding.pt").touch()
+    assert "mask_embedding.pt" in (unsupported_reason(PUBLISHED, tmp_path) or "")
+    with pytest.raises(UnsupportedCheckpoint, match=r"mask_embedding\.pt"):
+        DraftConfig.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"num_key_value_heads": "8"}, "num_key_value_heads is '8'"),
+        ({"num_key_value_heads": 7}, "32 is no multiple of 7"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
+        ({"attention_bias": 1}, "attention_bias is 1, expected true or false"),
+        ({"block_size": 1}, "block_size is 1, expected a whole number of at least 2"),
+        ({"dflash_config": {"target_layer_ids": []}}, "target_layer_ids is"),
+        ({"dflash_config": {"target_layer_ids": [1, True]}}, "target_layer_ids is"),
+        ({"dflash_config": {"target_layer_ids": ...}, "num_target_layers": ...}, "neither"),
+        ({"dflash_config": {"target_layer_ids": ...}, "num_target_layers": 3}, "too few"),
+        ({"dflash_config": {"mask_token_id": -1}}, "mask_token_id is -1"),
+        ({"dflash_config": {"mask_token": ""}}, "mask_token is ''"),
+        ({"layer_types": ["full_attention"]}, "1 entries for 5 layers"),
+        ({"layer_types": ["chunked_attention"] * 5}, "chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 5}, "without a sliding_window"),
+        ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 64},
+         "use_sliding_window is false"),
+        ({"is_causal": "no"}, "is_causal is 'no'"),
+        ({"head_dim": 127}, "is odd"),
+        ({"head_dim": ..., "hidden_size": 2048}, "head_dim is missing"),
+    ],
+)  # fmt: skip
+def test_malformed_config_is_refused_by_key(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=words) as error:
+        read(**changes)
+    assert "--speculative-draft-model-path draft-folder" in str(error.value)
+
+
+def test_every_problem_of_a_config_is_in_one_message() -> None:
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        read(hidden_size=..., intermediate_size=-1, is_causal=3)
+    for key in ("hidden_size", "intermediate_size", "is_causal"):
+        assert key in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "found nothing there"),
+        ({}, "no config.json, found an empty folder"),
+        ({"other.txt": "x"}, r"found \['other.txt'\]"),
+        ({"config.json": "{"}, "config.json is not JSON"),
+        ({"config.json": "[]"}, "config.json holds a list"),
+    ],
+)
+def test_folder_without_a_usable_config_is_refused(
+    tmp_path: Path, content: dict[str, str] | None, words: str
+) -> None:
+    folder = tmp_path / "draft"
+    if content is not None:
+        folder.mkdir()
+        for name, text in content.items():
+            (folder / name).write_text(text)
+    with pytest.raises(UnsupportedCheckpoint, match=words) as error:
+        DraftConfig.from_pretrained(folder)
+    assert "--speculative-draft-model-path" in str(error.value)
+    assert "expected" in str(error.value)
+
+
+def test_file_instead_of_a_folder_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="found a file there"):
+        DraftConfig.from_pretrained(BUNDLED / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "other", "words"),
+    [
+        ({}, {"target_hidden_size": 2560}, "hidden_size is 4096 and the target's is 2560"),
+        ({}, {"target_vocab_size": 152064}, "vocab_size is 151936 and the target's is 152064"),
+        ({"num_target_layers": ...}, {"target_num_layers": 34}, r"\[33\] cannot be captured"),
+        ({}, {"target_num_layers": 40}, "num_target_layers is 36 and the target has 40"),
+        ({"dflash_config": {"target_layer_ids": [35]}}, {}, r"\[35\] cannot be captured"),
+        ({"dflash_config": {"target_layer_ids": [9, 1]}}, {}, "do not rise"),
+        ({"dflash_config": {"mask_token_id": ...}}, {}, "mask_token_id is missing"),
+        ({"dflash_config": {"mask_token_id": 151936}}, {}, "embedding has 151936 rows"),
+        ({}, {"tp_size": 3}, "32 heads cannot be shared"),
+        ({"num_attention_heads": 36, "num_key_value_heads": 6}, {"tp_size": 4}, "6 KV heads"),
+    ],
+)
+def test_contradiction_with_the_target_is_named(
+    changes: dict[str, Any], other: dict[str, int], words: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        check_target(read(**changes), **(FITTING | other))
+
+
+def test_all_contradictions_are_in_one_message() -> None:
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        check_target(
+            read(),
+            target_hidden_size=64,
+            target_vocab_size=320,
+            target_num_layers=4,
+            tp_size=64,
+        )
+    lines = str(error.value).splitlines()
+    assert "draft-folder" in lines[0]
+    assert len(lines) == 1 + 6  # sizes, vocabulary, layers twice, mask, heads
+
+
+def test_kv_heads_may_be_copied_to_more_ranks() -> None:
+    check_target(read(), **(FITTING | {"tp_size": 16}))  # 32 heads, 8 KV heads
+
+
+@pytest.mark.parametrize("block_size", [-3, 0, 1])
+def test_block_below_two_is_refused(block_size: int) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=f"num-draft-tokens {block_size}: .*2 or more"):
+        check_block_size(block_size, read())
+
+
+def test_block_must_fit_in_the_window() -> None:
+    sliding = {"layer_types": ["sliding_attention"] * 5, "use_sliding_window": True}
+    config = read(**sliding, sliding_window=16)
+    check_block_size(16, config)
+    with pytest.raises(UnsupportedCheckpoint, match="sliding window of 16"):
+        check_block_size(17, config)
+
+
+@pytest.mark.parametrize(
+    ("name", "canonical"),
+    [
+        ("fc.weight", "fc.weight"),
+        ("model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
+        ("encoder.fc.weight", "fc.weight"),
+        ("encoder.output_norm_enc.weight", "hidden_norm.weight"),
+        ("layers.0.self_attn.rotary_emb.inv_freq", None),
+        ("lm_head.weight", "lm_head.weight"),
+    ],
+)
+def test_weight_names_have_one_form(name: str, canonical: str | None) -> None:
+    assert canonical_weight_name(name) == canonical
+
+
+def test_biases_are_expected_where_the_config_has_them() -> None:
+    with_bias = expected_weights(read(attention_bias=True))
+    added = {name: with_bias[name] for name in set(with_bias) - set(expected_weights(read()))}
+    assert len(added) == 5 * 4
+    assert added["layers.0.self_attn.k_proj.bias"] == (1024,)
+    assert added["layers.0.self_attn.o_proj.bias"] == (4096,)
+
+
+def test_prefix_and_rotary_tables_are_accepted() -> None:
+    config = read()
+    found = {f"model.{name}": shape for name, shape in expected_weights(config).items()}
+    found["layers.0.self_attn.rotary_emb.inv_freq"] = (64,)
+    check_weights(found, config, "draft-folder")
+
+
+def test_wrong_weights_are_all_named() -> None:
+    config = read()
+    found = dict(expected_weights(config))
+    del found["norm.weight"]
+    found["lm_head.weight"] = (151936, 4096)
+    found["fc.weight"] = (4096, 3 * 4096)
+    found["model.hidden_norm.weight"] = (4096,)
+    with pytest.raises(UnsupportedCheckpoint) as error:
+        check_weights(found, config, "draft-folder")
+    text = str(error.value)
+    assert "missing: norm.weight [4096]" in text
+    assert "unexpected: lm_head.weight [151936, 4096]" in text
+    assert "fc.weight is [4096, 12288], expected [4096, 20480]" in text
+    assert "hidden_norm.weight and model.hidden_norm.weight" in text
+
+
+def test_shapes_come_from_the_headers_of_all_shards(tmp_path: Path) -> None:
+    save_file({"a": torch.zeros(2, 3)}, tmp_path / "one.safetensors")
+    save_file({"b": torch.zeros(5), "c": torch.zeros(())}, tmp_path / "two.safetensors")
+    expected = {"a": (2, 3), "b": (5,), "c": ()}
+    assert read_weight_shapes(tmp_path) == expected
+    index = {"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_weight_shapes(tmp_path) == expected
+    (tmp_path / "two.safetensors").unlink()
+    with pytest.raises(UnsupportedCheckpoint, match=r"not there: two\.safetensors"):
+        read_weight_shapes(tmp_path)
+
+
+def test_name_in_two_files_is_refused(tmp_path: Path) -> None:
+    for file in ("one", "two"):
+        save_file({"a": torch.zeros(2)}, tmp_path / f"{file}.safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match="a is in more than one file"):
+        read_weight_shapes(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (b"", "not a safetensors file"),
+        (struct.pack("<Q", 2**60) + b"{}", "not a safetensors file"),
+        (struct.pack("<Q", 2) + b"[]", "not a safetensors file"),
+        (
+            struct.pack("<Q", 41) + b'{"a": {"shape": [1], "data_offsets": []}} ',
+            "not a safetensors file",
+        ),
+        (struct.pack("<Q", 44) + b'{"a": {"shape": [1], "data_offsets": [0, "x"]}}', "not a safe"),
+        (b"version https://git-lfs.github.com/spec/v1\n", "not a safetensors file"),
+    ],
+)
+def test_damaged_file_is_refused(tmp_path: Path, data: bytes, words: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        read_weight_shapes(tmp_path)
+
+
+def test_cut_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(100)}, file)
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(UnsupportedCheckpoint, match="incomplete download"):
+        read_weight_shapes(tmp_path)
+
+
+def test_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"no \*\.safetensors"):
+        read_weight_shapes(tmp_path)
