@@ -90,11 +90,25 @@ class CpuPlatform(SRTPlatform):
 
     def init_backend(self) -> None:
         """Register the attention back end and the operators (in each process with a model)."""
+        from sglang.kernels.fused_op import BaseFusedOp
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         from sglang_dflash.cpu.attention import create_backend
+        from sglang_dflash.cpu.operators import OPERATORS
 
         register_attention_backend(BACKEND_NAME)(create_backend)
+        for operator, forward in OPERATORS:
+            BaseFusedOp.register_oot_forward(operator, forward, self.get_dispatch_key_name())
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        """Pack the weights of a model that was just loaded."""
+        from sglang_dflash.cpu.linear import pack_linear_layers
+
+        pack_linear_layers(model)
+
+    def get_dispatch_key_name(self) -> str:
+        """Return the key our operators are registered under; others run in their native form."""
+        return "dflash_cpu"
 
     # ---- memory ----
 

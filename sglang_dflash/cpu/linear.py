@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Linear layers over weights in oneDNN's own layout.
+
+A plain weight is repacked inside every call. Kept packed, a step of one row runs about 1.8x
+faster in bfloat16, and 8 to 64 rows about 1.5x faster in float32 (AVX-512). The plain weight
+stays too: embeddings, KV injection and weight updates read it.
+"""
+
+from __future__ import annotations
+
+import logging
+
+import psutil
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.quantization.unquant import (
+    UnquantizedEmbeddingMethod,
+    UnquantizedLinearMethod,
+)
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+__all__ = ["PackedEmbeddingMethod", "PackedLinearMethod", "pack_linear_layers"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS_HINT = 32  # the row count oneDNN picks a layout for; the same one serves all
+_MEMORY_SHARE = 0.4  # of the free memory, which packed weights may take
+
+
+def _packed_linear(
+    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """Return x @ weight.T + bias.
+
+    In float32 a single row is computed as two: oneDNN's matrix-vector product sums in another
+    order than its matrix product, and a row's result must not depend on how many rows its step has.
+
+    Args:
+        x: [..., in] of the weight's dtype.
+        packed: the weight [out, in] in oneDNN's layout.
+        bias: [out] or None.
+    """
+    if x.dtype is torch.float32 and x.numel() == x.shape[-1]:
+        pair = x.reshape(1, -1).expand(2, -1).contiguous()
+        out = torch.ops.mkldnn._linear_pointwise(pair, packed, bias, "none", [], "")
+        return out[:1].view(*x.shape[:-1], -1)
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+class PackedLinearMethod(UnquantizedLinearMethod):
+    """`UnquantizedLinearMethod` over a packed copy of the layer's weight."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight again: SGLang calls this when a checkpoint was loaded."""
+        layer.packed_weight = _pack(layer.weight)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x @ weight.T + bias.
+
+        Args:
+            layer: the layer.
+            x: [..., in] float.
+            bias: [out] float, or None.
+        """
+        if x.dtype is not layer.weight.dtype:
+            return super().apply(layer, x, bias)
+        return _packed_linear(x, layer.packed_weight, bias)
+
+
+class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """`UnquantizedEmbeddingMethod` whose output-head product uses a packed copy."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the weight again: SGLang calls this when a checkpoint was loaded."""
+        layer.packed_weight = _pack(layer.weight)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the logits x @ weight.T + bias.
+
+        Args:
+            layer: the output head, or the embedding it is tied to.
+            x: [..., hidden] float; cast to the weight's dtype.
+            bias: [vocabulary] float, or None.
+        """
+        return _packed_linear(x.to(layer.weight.dtype), layer.packed_weight, bias)
+
+
+def pack_linear_layers(model: torch.nn.Module) -> None:
+    """Give every unquantised linear layer and the output head of `model` a packed weight.
+
+    Does nothing for a dtype oneDNN has no kernel for here, or where the copies would take more
+    than a fixed share of the free memory; then says so once.
+    """
+    plain = _plain_layers(model)
+    needed = sum(layer.weight.numel() * layer.weight.element_size() for layer in plain)
+    free = psutil.virtual_memory().available
+    if needed > _MEMORY_SHARE * free:
+        logger.warning(
+            "Linear layers stay unpacked and slower: packed copies need %.1f GiB, and %.1f GiB are "
+            "free, of which they may take %d %%. Free memory to have them.",
+            needed / 2**30,
+            free / 2**30,
+            int(100 * _MEMORY_SHARE),
+        )
+        return
+    for layer in plain:
+        layer.packed_weight = _pack(layer.weight)
+        is_head = isinstance(layer, VocabParallelEmbedding)
+        layer.quant_method = PackedEmbeddingMethod() if is_head else PackedLinearMethod()
+
+
+def _plain_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the layers that can be packed, each once."""
+    head = getattr(model, "lm_head", None)
+    return [
+        module
+        for module in model.modules()
+        if (
+            (isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod)
+            or (module is head and type(module.quant_method) is UnquantizedEmbeddingMethod)
+        )
+        and _has_kernel(module.weight.dtype)
+    ]
+
+
+def _has_kernel(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies this dtype on this machine."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype is torch.bfloat16:
+        return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if dtype is torch.float16:
+        return torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype is torch.float32
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    """Return `weight` [out, in] in oneDNN's layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
