@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Real engines on tiny and real pairs, one alive at a time."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from pairs import PRINTABLE, Pair
+from transformers import AutoTokenizer
+
+__all__ = ["Case", "Prompt", "dflash_options", "engine", "prompts_for"]
+
+Prompt = Callable[[int, int], list[int]]  # (length, seed) -> token ids
+
+CONTEXT = 256
+POOL_TOKENS = 6000
+
+_TEXT = """The harbour town wakes before the sun does. Boats leave in the dark, one lamp each, and
+by the time the bakery opens the first of them is back with a hold full of silver. def area(width,
+height): return width * height. A train leaves at nine and travels sixty miles an hour; another
+leaves an hour later at ninety. When do they meet? Let t be the hours after nine. Then 60 t = 90
+(t - 1), so t = 3, and they meet at noon. List three reasons to learn a second language: it opens
+doors, it keeps the mind supple, and it lets you read what others only summarise. for name in names:
+print(name.title()) "Where have you been?" she asked, and he pointed at the sea. """
+
+_COMMON = {
+    "dtype": "float32",
+    "log_level": "warning",
+    "context_length": CONTEXT,
+    "max_total_tokens": POOL_TOKENS,
+    "random_seed": 1,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run DFLASH.
+
+    Attributes:
+        name: for the test's name.
+        pair: the fixture's name.
+        block_size: B.
+        options: further engine options.
+    """
+
+    name: str
+    pair: str
+    block_size: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def dflash_options(pair: Pair, block_size: int) -> dict[str, Any]:
+    """Return what turns DFLASH on."""
+    return {
+        "speculative_algorithm": "DFLASH",
+        "speculative_draft_model_path": str(pair.draft),
+        "speculative_num_draft_tokens": block_size,
+    }
+
+
+def prompts_for(pair: Pair) -> Prompt:
+    """Return the maker of prompts: pieces of real text where the tokenizer knows words."""
+    tokenizer = AutoTokenizer.from_pretrained(pair.target)
+    words = tokenizer(_TEXT)["input_ids"]
+    is_real = len(tokenizer) > 1000
+
+    def prompt(length: int, seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        if is_real:
+            start = int(torch.randint(len(words), (1,), generator=generator))
+            return (words[start:] + words * (1 + length // len(words)))[:length]
+        drawn = torch.randint(PRINTABLE.start, PRINTABLE.stop, (length,), generator=generator)
+        return drawn.tolist()
+
+    return prompt
+
+
+@contextmanager
+def engine(pair: Pair, **options: Any) -> Iterator[Any]:
+    """Start an engine, and stop it in the end."""
+    import sglang
+
+    started = sglang.Engine(model_path=str(pair.target), **{**_COMMON, **options})
+    try:
+        yield started
+    finally:
+        started.shutdown()
+        gc.collect()

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DFLASH answers what plain decoding answers: token for token, reason for reason, in float32."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from engines import CONTEXT, POOL_TOKENS, Case, Prompt, dflash_options, engine, prompts_for
+from pairs import Pair
+from workloads import Answer, Workload, as_answer, ask, dependent_workloads, flush, plain_workloads
+
+pytestmark = pytest.mark.slow
+
+LONG = 90  # tokens; the chunked cases prefill 32 at a time
+CASES = [
+    Case("llama, block 8", "llama_pair", 8),
+    Case("llama, block 2, pages of 16, chunks of 32", "llama_pair", 2,
+         {"page_size": 16, "chunked_prefill_size": 32}),
+    Case("llama, block 3, no overlap, chunks of 32", "llama_pair", 3,
+         {"disable_overlap_schedule": True, "chunked_prefill_size": 32}),
+    Case("llama, block 16, no radix cache", "llama_pair", 16, {"disable_radix_cache": True}),
+    Case("llama, windowed draft, block 8", "windowed_pair", 8),
+    Case("llama, two ranks, block 8", "llama_pair", 8, {"tp_size": 2}),
+    Case("qwen3, block 8, no overlap, pages of 16", "qwen3_pair", 8,
+         {"disable_overlap_schedule": True, "page_size": 16}),
+    Case("qwen3, block 16, small pool", "qwen3_pair", 16, {"max_total_tokens": 700}),
+    Case("qwen3, block 3, mixed chunks of 32", "qwen3_pair", 3,
+         {"chunked_prefill_size": 32, "enable_mixed_chunk": True}),
+    Case("smollm2, block 8", "smollm2_pair", 8),
+]  # fmt: skip
+WORKLOADS = [
+    "one request",
+    "one token prompt",
+    "sixteen mixed requests",
+    "requests one by one",
+    "max_new_tokens inside a block",
+    "shared prefixes",
+    "long prompts",
+    "stop token inside a block",
+    "stop string inside a block",
+    "second turn",
+    "context limit inside a block",
+]
+_plain: dict[str, dict[str, tuple[Workload, list[Answer]]]] = {}
+
+
+def plain_answers(pair: Pair) -> dict[str, tuple[Workload, list[Answer]]]:
+    """Return each workload with plain decoding's answers; one engine a target."""
+    key = str(pair.target)
+    if key not in _plain:
+        prompt = prompts_for(pair)
+        with engine(pair) as started:
+            answers = {w.name: (w, ask(started, w)) for w in plain_workloads(prompt, long=LONG)}
+            more = dependent_workloads(prompt, answers["one request"][1], context=CONTEXT)
+            answers |= {w.name: (w, ask(started, w)) for w in more}
+        _plain[key] = answers
+    return _plain[key]
+
+
+class Served:
+    """A DFLASH engine and what plain decoding answered."""
+
+    def __init__(
+        self,
+        case: Case,
+        started: Any,
+        plain: dict[str, tuple[Workload, list[Answer]]],
+        prompt: Prompt,
+    ) -> None:
+        self.case, self.engine, self.plain, self.prompt = case, started, plain, prompt
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
+def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+    """Each case's engine, one after the other."""
+    case = request.param
+    pair = request.getfixturevalue(case.pair)
+    plain = plain_answers(pair)
+    with engine(pair, **{**dflash_options(pair, case.block_size), **case.options}) as started:
+        yield Served(case, started, plain, prompts_for(pair))
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(served: Served) -> Iterator[None]:
+    """After each test all slots are free again: a flush succeeds and the engine still answers.
+
+    The scheduler itself checks its books whenever it is idle and dies where they do not balance.
+    """
+    yield
+    flush(served.engine)
+    output = served.engine.generate(
+        input_ids=served.prompt(3, 9), sampling_params={"temperature": 0, "max_new_tokens": 2}
+    )
+    assert len(output["output_ids"]) >= 1
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_answers_are_those_of_plain_decoding(served: Served, name: str) -> None:
+    workload, expected = served.plain[name]
+    assert ask(served.engine, workload) == expected
+
+
+def test_drafts_are_accepted(served: Served) -> None:
+    answers = ask(served.engine, served.plain["sixteen mixed requests"][0])
+    steps = sum(a.meta.get("spec_verify_ct", 0) for a in answers)
+    tokens = sum(len(a.tokens) - 1 for a in answers if a.meta.get("spec_verify_ct"))
+    assert tokens / steps > 1.25, "acceptance length"
+
+
+def test_a_prefix_hit_accepts_as_many_as_a_cold_start(served: Served) -> None:
+    request = (served.prompt(LONG, 11), {"max_new_tokens": 40, "ignore_eos": True})
+    cold, hit = ask(served.engine, Workload("", [[request], [request]]))
+    radix = not served.case.options.get("disable_radix_cache", False)
+    assert (hit.meta["cached_tokens"] > 0) == radix
+    assert hit == cold
+    assert hit.meta["spec_verify_ct"] == cold.meta["spec_verify_ct"]
+
+
+def test_two_samples_of_a_greedy_request_are_equal(served: Served) -> None:
+    expected = served.plain["one request"][1][0].tokens[:20]
+    params = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True, "n": 2}
+    outputs = served.engine.generate(input_ids=served.prompt(12, 1), sampling_params=params)
+    assert [o["output_ids"] for o in outputs] == [expected, expected]
+
+
+def test_streaming_gives_the_same_text(served: Served) -> None:
+    expected = served.plain["one request"][1][0]
+    params = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
+    chunks = list(
+        served.engine.generate(input_ids=served.prompt(12, 1), sampling_params=params, stream=True)
+    )
+    assert len(chunks) > 1
+    assert as_answer(chunks[-1]).text == expected.text
+
+
+def test_an_abort_leaves_its_neighbours_alone(served: Served) -> None:
+    workload, expected = served.plain["sixteen mixed requests"]
+    requests = workload.rounds[0][:6]
+
+    async def run() -> list[Any]:
+        tasks = [_abort_midway(served.engine, served.prompt(20, 13))]
+        tasks += [
+            served.engine.async_generate(
+                input_ids=ids, sampling_params={"temperature": 0, **params}
+            )
+            for ids, params in requests
+        ]
+        return await asyncio.gather(*tasks)
+
+    aborted, *outputs = served.engine.loop.run_until_complete(run())
+    assert aborted["meta_info"]["finish_reason"]["type"] == "abort"
+    assert [as_answer(output) for output in outputs] == expected[:6]
+
+
+async def _abort_midway(started: Any, ids: list[int]) -> dict[str, Any]:
+    params = {"temperature": 0, "max_new_tokens": 150, "ignore_eos": True}
+    stream = await started.async_generate(
+        input_ids=ids, sampling_params=params, stream=True, rid="to-abort"
+    )
+    last: dict[str, Any] = {}
+    async for chunk in stream:
+        if not last:
+            started.tokenizer_manager.abort_request(rid="to-abort")
+        last = chunk
+    return last
+
+
+def test_retracted_requests_end_as_if_never_retracted(
+    served: Served, request: pytest.FixtureRequest
+) -> None:
+    if served.case.options.get("max_total_tokens", POOL_TOKENS) >= POOL_TOKENS:
+        pytest.skip("the pool is large enough for all")
+    params = {"max_new_tokens": 120, "ignore_eos": True}
+    workload = Workload("", [[(served.prompt(20, 600 + i), params) for i in range(8)]])
+    answers = ask(served.engine, workload)
+    assert sum(a.meta["num_retractions"] for a in answers) > 0
+    one_by_one = Workload("", [[r] for r in workload.rounds[0]])
+    assert answers == ask(served.engine, one_by_one)
+
+
+def test_requests_that_cannot_be_exact_are_refused_by_name(served: Served) -> None:
+    refused: Callable[..., Any] = served.engine.generate
+    with pytest.raises(ValueError, match=r"temperature=0\.7"):
+        refused(input_ids=served.prompt(5, 3), sampling_params={"temperature": 0.7})
+    with pytest.raises(ValueError, match=r"repetition_penalty=1\.2, min_new_tokens=3"):
+        refused(
+            input_ids=served.prompt(5, 3),
+            sampling_params={"temperature": 0, "repetition_penalty": 1.2, "min_new_tokens": 3},
+        )
+    with pytest.raises(ValueError, match="logprobs"):
+        refused(
+            input_ids=served.prompt(5, 3), sampling_params={"temperature": 0}, return_logprob=True
+        )
