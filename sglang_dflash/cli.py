@@ -54,7 +54,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     )
     add = demo.add_argument
     add("--prompt", action="append", type=_text, help="use this instead; repeatable")
-    add("--max-new-tokens", type=_positive, default=96, metavar="N", help="default: 96")
+    add("--max-new-tokens", type=_positive, default=64, metavar="N", help="default: 64")
     add(
         "--dtype",
         choices=["auto", "float32", "bfloat16"],

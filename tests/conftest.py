@@ -15,6 +15,7 @@ import torch
 from pairs import Pair, make_pair
 
 import sglang_dflash.hf.draft
+from sglang_dflash.demo.model import bundled_draft, ensure_target
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +34,12 @@ def qwen3_pair(request: pytest.FixtureRequest) -> Pair:
 def windowed_pair(request: pytest.FixtureRequest) -> Pair:
     """A tiny Llama target whose draft has a sliding window of 16 in its last layer."""
     return _kept_pair(request, "llama", sliding_window=16)
+
+
+@pytest.fixture(scope="session")
+def smollm2_pair() -> Pair:
+    """SmolLM2-135M-Instruct and the bundled draft: real text; fetched on first use (93 MB)."""
+    return Pair(ensure_target(), bundled_draft(), block_size=8)
 
 
 def _kept_pair(

@@ -21,7 +21,7 @@ from sglang_dflash.demo import DemoError
 
 __all__ = ["Answer", "EngineProcess", "Placement"]
 
-SHUTDOWN_S = 20
+SHUTDOWN_S, SHUTDOWN_AFTER_ERROR_S = 20, 3
 LOG_TAIL_LINES = 25
 
 
@@ -56,7 +56,7 @@ class EngineProcess:
     def __init__(
         self, name: str, options: dict[str, Any], *, on_cpu: bool, log_path: Path | None
     ) -> None:
-        """Start the child; `ready` waits for it.
+        """Describe the engine; entering the context starts it, and `ready` waits for it.
 
         Args:
             name: For messages.
@@ -65,30 +65,29 @@ class EngineProcess:
             on_cpu: Hide any GPU from the child.
             log_path: Takes all output of the engine; None lets it through to the terminal.
         """
-        self._name, self._log_path = name, log_path
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if on_cpu else None
+        self._name, self._options, self._log_path = name, options, log_path
+        self._environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""} if on_cpu else None
+
+    def __enter__(self) -> EngineProcess:
         self._pipe, theirs = multiprocessing.Pipe()
         with contextlib.ExitStack() as stack:
-            log = log_path and stack.enter_context(log_path.open("ab"))
+            stack.enter_context(theirs)
+            log = self._log_path and stack.enter_context(self._log_path.open("ab"))
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "sglang_dflash.demo.serve", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=environment,
+                env=self._environment,
                 start_new_session=True,
             )
-        theirs.close()
-        self._pipe.send(options)
-
-    def __enter__(self) -> EngineProcess:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pipe.close()  # the child reads the end of the pipe and shuts down
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._pipe.close()  # a child that serves reads the end of the pipe and shuts down
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(SHUTDOWN_S)
+            self._child.wait(SHUTDOWN_S if error is None else SHUTDOWN_AFTER_ERROR_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         self._child.wait()
@@ -99,30 +98,26 @@ class EngineProcess:
         Raises:
             DemoError: it did not start; with the end of its log.
         """
-        return self._receive()
+        return self._ask(self._options)
 
     def generate(self, prompt: str, max_new_tokens: int) -> Answer:
         """Answer `prompt` greedily, as a chat's first turn where the model has a template."""
-        return self._ask("generate", prompt, max_new_tokens)
+        return self._ask(("generate", prompt, max_new_tokens))
 
     def log_probs(self, prompt: str, prefix: list[int], token_ids: list[int]) -> list[float]:
         """Return the log-probability of each of `token_ids` after `prompt` and `prefix`."""
-        return self._ask("log_probs", prompt, prefix, token_ids)
+        return self._ask(("log_probs", prompt, prefix, token_ids))
 
     def token_text(self, token_ids: list[int]) -> str:
         """Return the text of `token_ids`."""
-        return self._ask("token_text", token_ids)
+        return self._ask(("token_text", token_ids))
 
-    def _ask(self, *message: object) -> Any:
-        self._pipe.send(message)
-        return self._receive()
-
-    def _receive(self) -> Any:
+    def _ask(self, message: object) -> Any:
         try:
+            self._pipe.send(message)
             failed, content = self._pipe.recv()
-        except (EOFError, ConnectionResetError):
-            code = self._child.wait()
-            failed, content = True, f"its process ended with exit code {code}"
+        except (EOFError, ConnectionError):
+            failed, content = True, f"its process ended with exit code {self._child.wait()}"
         if failed:
             raise DemoError(f"the {self._name} engine failed: {content}{self._log_tail()}")
         return content

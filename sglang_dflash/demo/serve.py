@@ -18,9 +18,15 @@ __all__ = ["main"]
 
 def main(file_descriptor: int) -> None:
     """Start the engine that the first message describes, then answer until the pipe closes."""
+    import sglang  # noqa: F401 - slow, and the parent may be gone by the time it is done
+
     pipe = Connection(file_descriptor)
     try:
-        engine, placement = _start(pipe.recv())
+        options = pipe.recv()
+    except EOFError:
+        return
+    try:
+        engine, placement = _start(options)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
         pipe.send((True, f"{type(error).__name__}: {error}"))
         return
