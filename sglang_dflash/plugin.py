@@ -94,7 +94,7 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
     if _choose_upstream(server_args) is None:
         from sglang_dflash.routing import check_start
 
-        check_start(settings)
+        check_start(settings, _target(server_args))
     previous(server_args)
 
 
@@ -119,8 +119,6 @@ def _choose_upstream(server_args: Any) -> str | None:
         UnsupportedCheckpoint: our worker cannot serve this, and SGLang's needs CUDA.
     """
     from sglang.srt.arg_groups.model_override_base import resolving_view
-    from sglang.srt.configs.hybrid_arch import mambaish_config
-    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.platforms import current_platform
 
     from sglang_dflash.errors import UnsupportedCheckpoint
@@ -128,8 +126,7 @@ def _choose_upstream(server_args: Any) -> str | None:
     from sglang_dflash.routing import upstream_reason
 
     settings = resolving_view(server_args)
-    hybrid = mambaish_config(ModelConfig.from_server_args(server_args)) is not None
-    reason = upstream_reason(settings, Options.from_env(os.environ), hybrid_target=hybrid)
+    reason = upstream_reason(settings, Options.from_env(os.environ), _target(server_args))
     if reason is None or not current_platform.is_out_of_tree():
         return reason
     if getattr(current_platform, "serves_upstream_worker", False):
@@ -137,6 +134,23 @@ def _choose_upstream(server_args: Any) -> str | None:
     raise UnsupportedCheckpoint(
         f"DFLASH on {current_platform.device_name}: {reason}. SGLang's own DFLASH worker may serve "
         "this, but needs CUDA; without it, serve without these or with a plain DFlash draft."
+    )
+
+
+def _target(server_args: Any) -> Any:
+    """Return what a draft must fit, as `sglang_dflash.routing.Target`."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import ModelConfig
+
+    from sglang_dflash.routing import Target
+
+    config = ModelConfig.from_server_args(server_args)
+    return Target(
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_hidden_layers,
+        context_length=server_args.context_length or config.context_len,
+        has_recurrent_state=mambaish_config(config) is not None,
     )
 
 

@@ -3,26 +3,44 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_dflash.draft.checkpoint import check_checkpoint, draft_folder
-from sglang_dflash.draft.checks import check_block_size
+from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.draft.config import read_config, unsupported_reason
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.options import Options
 
-__all__ = ["check_start", "upstream_reason"]
+__all__ = ["Target", "check_start", "upstream_reason"]
 
 _DRAFT_PATH = "--speculative-draft-model-path"
 
 
-def upstream_reason(settings: Any, options: Options, *, hybrid_target: bool) -> str | None:
+class Target(NamedTuple):
+    """What a draft must fit.
+
+    Attributes:
+        hidden_size: channels of its hidden states.
+        vocab_size: rows of its embedding.
+        num_layers: its decoder layers.
+        context_length: tokens that it is served with.
+        has_recurrent_state: whether it keeps state beside K/V (Mamba, GDN, ...).
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    context_length: int
+    has_recurrent_state: bool
+
+
+def upstream_reason(settings: Any, options: Options, target: Target) -> str | None:
     """Return why SGLang's own worker must serve, or None when ours does.
 
     Args:
         settings: SGLang's resolved server arguments, read by name.
         options: the plugin's own.
-        hybrid_target: whether the target keeps recurrent state (Mamba, GDN, ...).
+        target: what is served.
     """
     if options.worker == "upstream":
         return "SGLANG_DFLASH_WORKER=upstream"
@@ -34,7 +52,7 @@ def upstream_reason(settings: Any, options: Options, *, hybrid_target: bool) -> 
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
         "--speculative-draft-model-quantization": settings.speculative_draft_model_quantization
         not in (None, "unquant"),
-        "a target with recurrent state": hybrid_target,
+        "a target with recurrent state": target.has_recurrent_state,
     }
     names = [name for name, wanted in asked.items() if wanted]
     if names:
@@ -45,22 +63,37 @@ def upstream_reason(settings: Any, options: Options, *, hybrid_target: bool) -> 
     return unsupported_reason(read_config(folder), folder)
 
 
-def check_start(settings: Any) -> None:
+def check_start(settings: Any, target: Target) -> None:
     """Refuse what can be known to be wrong before anything is loaded.
 
     Args:
         settings: SGLang's resolved server arguments, read by name.
+        target: what the draft must fit.
 
     Raises:
-        ValueError: the draft's path is missing or the block size is impossible.
-        UnsupportedCheckpoint: the path holds no draft that fits its own config.
+        UnsupportedCheckpoint: the path holds no draft that agrees with its own config and with the
+            target, or the block size is impossible.
     """
     path = settings.speculative_draft_model_path
     config = check_checkpoint(path, settings.speculative_draft_model_revision)
-    block_size = settings.speculative_num_draft_tokens
-    if block_size is None and config.block_size is None:
+    stated = (settings.speculative_num_draft_tokens, settings.speculative_dflash_block_size)
+    block_size = next((size for size in stated if size is not None), config.block_size)
+    if block_size is None:
         raise UnsupportedCheckpoint(
             f"{_DRAFT_PATH} {path}: its config.json states no block_size; give the size it was "
             "trained at with --speculative-num-draft-tokens (the anchor included)"
         )
-    check_block_size(block_size or config.block_size, config)
+    check_block_size(block_size, config)
+    if 2 * block_size >= target.context_length:
+        raise UnsupportedCheckpoint(
+            f"--speculative-num-draft-tokens {block_size}: each request reserves two blocks, which "
+            f"a context of {target.context_length} tokens cannot hold. Use fewer than "
+            f"{target.context_length // 2}; the draft was trained at {config.block_size}."
+        )
+    check_target(
+        config,
+        target_hidden_size=target.hidden_size,
+        target_vocab_size=target.vocab_size,
+        target_num_layers=target.num_layers,
+        tp_size=settings.tp_size,
+    )

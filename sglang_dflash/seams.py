@@ -167,9 +167,10 @@ SEAMS: tuple[Seam, ...] = (
 )
 
 
-def check(seams: tuple[Seam, ...] = SEAMS) -> list[str]:
-    """Return what the installed SGLang lacks, one line each; empty when all is in place."""
-    return [problem for seam in seams if (problem := _problem(seam)) is not None]
+def check(seams: tuple[Seam, ...] | None = None) -> list[str]:
+    """Return what the installed SGLang lacks of `seams` (all by default), one line each."""
+    problems = (_problem(seam) for seam in (SEAMS if seams is None else seams))
+    return [problem for problem in problems if problem is not None]
 
 
 def _problem(seam: Seam) -> str | None:

@@ -23,7 +23,6 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_dflash import __version__
 from sglang_dflash.draft.block import Block, BlockBuilder
-from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.draft.forward import DraftForward, build_draft_worker
 from sglang_dflash.draft.model import served_draft_config
@@ -55,14 +54,6 @@ class DFlashWorker(BaseSpecWorker):
         self._target_worker = target_worker
         target = target_worker.model_runner
         config = served_draft_config()
-        check_block_size(self.block_size, config)
-        check_target(
-            config,
-            target_hidden_size=target.model_config.hidden_size,
-            target_vocab_size=target.model_config.vocab_size,
-            target_num_layers=target.model_config.num_hidden_layers,
-            tp_size=get_parallel().tp_size,
-        )
         self._draft_worker = build_draft_worker(server_args, gpu_id, nccl_port, target_worker)
         self._draft = DraftForward(self._draft_worker, target.model, self.block_size)
         self._mask_token_id = config.mask_token_id

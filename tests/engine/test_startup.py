@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start that cannot serve stops before anything is loaded, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from pairs import Pair
+from safetensors.torch import load_file, save_file
+
+from sglang_dflash import seams
+from sglang_dflash.errors import PluginConflict, SeamMoved, UnsupportedCheckpoint
+from sglang_dflash.seams import Seam
+
+Edit = Callable[..., Path]
+
+
+def resolve(*flags: str) -> None:
+    """Parse and resolve a server's command line as `sglang.launch_server` does."""
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    prepare_server_args([*flags, "--log-level", "error"]).resolve_once()
+
+
+def start(pair: Pair, draft: Path | str | None, *flags: str) -> None:
+    """Resolve a DFLASH start of the pair's target with `draft`."""
+    chosen = [] if draft is None else ["--speculative-draft-model-path", str(draft)]
+    resolve("--model-path", str(pair.target), "--speculative-algorithm", "DFLASH", *chosen, *flags)
+
+
+@pytest.fixture
+def edited(llama_pair: Pair, tmp_path: Path) -> Edit:
+    """Make a copy of the draft with config keys or weights changed; None deletes."""
+
+    def edit(*, config: dict | None = None, weights: dict | None = None) -> Path:
+        folder = tmp_path / "draft"
+        shutil.copytree(llama_pair.draft, folder)
+        stated = json.loads((folder / "config.json").read_text())
+        for key, value in (config or {}).items():
+            place = stated["dflash_config"] if key in stated["dflash_config"] else stated
+            place[key] = value
+        (folder / "config.json").write_text(json.dumps(stated))
+        tensors = load_file(folder / "model.safetensors") | (weights or {})
+        kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+        save_file(kept, folder / "model.safetensors")
+        return folder
+
+    return edit
+
+
+def test_a_good_pair_is_accepted(llama_pair: Pair) -> None:
+    start(llama_pair, llama_pair.draft)
+
+
+def test_a_draft_must_be_named(llama_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="needs --speculative-draft-model-path, and got none"):
+        start(llama_pair, None)
+
+
+def test_a_draft_must_be_a_checkpoint(llama_pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="found nothing there"):
+        start(llama_pair, tmp_path / "nowhere")
+    with pytest.raises(UnsupportedCheckpoint, match=r"no config\.json"):
+        start(llama_pair, tmp_path)
+
+
+def test_every_wrong_weight_is_named(llama_pair: Pair, edited: Edit) -> None:
+    folder = edited(
+        weights={
+            "norm.weight": None,
+            "extra.weight": torch.zeros(2),
+            "fc.weight": torch.zeros(64, 65),
+        }
+    )
+    with pytest.raises(UnsupportedCheckpoint) as refused:
+        start(llama_pair, folder)
+    message = str(refused.value)
+    assert "missing: norm.weight [64]" in message
+    assert "unexpected: extra.weight [2]" in message
+    assert "fc.weight is [64, 65], expected" in message
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"vocab_size": 999}, "vocab_size is 999 and the target's is 320"),
+        ({"target_layer_ids": [0, 1, 40]}, "40"),
+        ({"mask_token_id": 320}, "320"),
+        ({"mask_token_id": None}, "mask_token_id"),
+        ({"num_target_layers": 5}, "num_target_layers is 5 and the target has 4"),
+    ],
+)
+def test_a_draft_must_fit_its_target(
+    llama_pair: Pair, edited: Edit, config: dict, words: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="does not fit --model-path") as refused:
+        start(llama_pair, edited(config=config))
+    assert words in str(refused.value)
+
+
+def test_a_draft_for_wider_states_is_refused(llama_pair: Pair, smollm2_pair: Pair) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="hidden_size is 576 and the target's is 64"):
+        start(llama_pair, smollm2_pair.draft)
+
+
+def test_heads_must_divide_among_the_ranks(llama_pair: Pair) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=r"tensor parallel|--tp"):
+        start(llama_pair, llama_pair.draft, "--tp-size", "3")
+
+
+@pytest.mark.parametrize("size", ["0", "1", "-4"])
+def test_a_block_needs_an_anchor_and_a_proposal(llama_pair: Pair, size: str) -> None:
+    with pytest.raises(ValueError, match=f"--speculative-num-draft-tokens {size}: "):
+        start(llama_pair, llama_pair.draft, "--speculative-num-draft-tokens", size)
+    with pytest.raises(ValueError, match=r"--speculative-\w+-\w+.* " + size):
+        start(llama_pair, llama_pair.draft, "--speculative-dflash-block-size", size)
+
+
+def test_a_block_must_fit_the_context(llama_pair: Pair) -> None:
+    with pytest.raises(ValueError, match=r"--speculative-num-draft-tokens 200: .* context"):
+        start(
+            llama_pair, llama_pair.draft, "--speculative-num-draft-tokens", "200",
+            "--context-length", "256",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["NobodysDraft"]}, "NobodysDraft"),
+        ({"projector_type": "domino"}, "Domino"),
+    ],
+)
+def test_another_kind_of_draft_is_refused_on_a_cpu(
+    llama_pair: Pair, edited: Edit, config: dict, words: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="needs CUDA") as refused:
+        start(llama_pair, edited(config=config))
+    assert words in str(refused.value)
+
+
+def test_sglangs_own_worker_is_refused_on_a_cpu(
+    llama_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "upstream")
+    with pytest.raises(UnsupportedCheckpoint, match=r"SGLANG_DFLASH_WORKER=upstream.* needs CUDA"):
+        start(llama_pair, llama_pair.draft)
+
+
+def test_an_option_only_sglangs_worker_has_is_refused_by_name(llama_pair: Pair) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="--speculative-draft-window-size"):
+        start(llama_pair, llama_pair.draft, "--speculative-draft-window-size", "64")
+
+
+def test_an_attention_backend_that_needs_cuda_is_refused(llama_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="--attention-backend flashinfer"):
+        start(llama_pair, llama_pair.draft, "--attention-backend", "flashinfer")
+
+
+def test_a_moved_seam_stops_the_start(llama_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = Seam("sglang.srt.mem_cache.kv_loc_plan.KVLocPlan.bind", ("self", "batch", "gone"))
+    monkeypatch.setattr(seams, "SEAMS", (*seams.SEAMS, moved))
+    with pytest.raises(SeamMoved, match=r"KVLocPlan\.bind: lacks gone and wants reader.*Install"):
+        start(llama_pair, llama_pair.draft)
+    resolve("--model-path", str(llama_pair.target))  # plain serving is none of our business
+
+
+def test_a_rival_plugin_stops_the_start(llama_pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookSource, HookType
+
+    target = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+    rival = (HookType.REPLACE, object, HookSource("rival", "rival-dist"))
+    monkeypatch.setitem(HookRegistry._hooks, target, [rival])
+    with pytest.raises(PluginConflict, match=r"rival .*SGLANG_PLUGINS"):
+        start(llama_pair, llama_pair.draft)
+
+
+@pytest.mark.slow
+def test_a_server_whose_sglang_moved_exits_with_the_list(llama_pair: Pair, tmp_path: Path) -> None:
+    """A real server process, with a plugin beside ours that takes a name away."""
+    (tmp_path / "mover.py").write_text(
+        "def move():\n"
+        "    from sglang.srt.speculative.dflash_info import DFlashVerifyInput\n"
+        "    del DFlashVerifyInput.prepare_for_verify\n"
+    )
+    info = tmp_path / "mover-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mover\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[sglang.srt.plugins]\nmover = mover:move\n")
+    server = subprocess.run(
+        [
+            sys.executable, "-m", "sglang.launch_server", "--model-path", str(llama_pair.target),
+            "--speculative-algorithm", "DFLASH",
+            "--speculative-draft-model-path", str(llama_pair.draft),
+        ],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )  # fmt: skip
+    assert server.returncode != 0
+    assert "DFlashVerifyInput.prepare_for_verify: not there" in server.stderr
