@@ -65,8 +65,9 @@ class CpuAttentionBackend(AttentionBackend):
         if model_runner.use_mla_backend or config.is_encoder_decoder:
             kind = "MLA" if model_runner.use_mla_backend else "encoder-decoder"
             raise ValueError(
-                f"--attention-backend {BACKEND_NAME}: {config.hf_config.architectures} needs {kind} "
-                "attention; the CPU platform has multi-head and grouped-query decoder attention. "
+                f"--attention-backend {BACKEND_NAME}: {config.hf_config.architectures} needs "
+                f"{kind} attention; the CPU platform has multi-head and grouped-query decoder "
+                "attention. "
                 "Serve this model on an accelerator."
             )
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -74,9 +75,11 @@ class CpuAttentionBackend(AttentionBackend):
         self.forward_metadata: _Forward | None = None
         self._workspace = Workspace()
         pool = self.token_to_kv_pool
-        self._sliding_layers = frozenset(
-            layer for layer, (_, sliding) in pool.layers_mapping.items() if sliding
-        ) if isinstance(pool, SWAKVPool) else frozenset()
+        self._sliding_layers = (
+            frozenset(layer for layer, (_, sliding) in pool.layers_mapping.items() if sliding)
+            if isinstance(pool, SWAKVPool)
+            else frozenset()
+        )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Work out the rows of one forward."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a paged K/V pool with stock torch operators: plan once a forward, attend per layer.
+"""Attention over a paged K/V pool in stock torch: plan once a forward, attend per layer.
 
 A forward serves n requests. Request i owns a contiguous run of query rows, its last
 `q_lens[i]` tokens, and sees keys 0..`kv_lens[i]`-1 through the page table. Two shapes of work:
@@ -192,7 +192,9 @@ class AttentionPlan:
             mask = None
             if not bool(seen.all()):
                 mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-                mask = mask[:, None].expand(-1, groups, -1, -1).reshape(block.num, 1, -1, block.length)
+                mask = (
+                    mask[:, None].expand(-1, groups, -1, -1).reshape(block.num, 1, -1, block.length)
+                )
             self._masks[key] = mask
         return self._masks[key]
 
@@ -217,9 +219,7 @@ def _first_keys(rows: PagedRows, window: int) -> list[int]:
     """Return, per request, the first key any of its queries can see."""
     if window < 0:
         return [0] * len(rows.q_lens)
-    return [
-        max(0, kv - w - window) for w, kv in zip(rows.q_lens, rows.kv_lens, strict=True)
-    ]
+    return [max(0, kv - w - window) for w, kv in zip(rows.q_lens, rows.kv_lens, strict=True)]
 
 
 def _prefix_sums(lengths: Sequence[int]) -> tuple[list[int], int]:
@@ -245,7 +245,9 @@ def _group(members: list[int], lengths: Sequence[int]) -> list[list[int]]:
     for place, i in enumerate(order[1:], start=1):
         longest = lengths[current[0]]
         saving = (longest - lengths[i]) * (len(order) - place)
-        if (saving > SPLIT_SAVING_TOKENS and 2 * lengths[i] < longest) or (len(current) + 1) * longest > GROUP_MAX_TOKENS:
+        if (saving > SPLIT_SAVING_TOKENS and 2 * lengths[i] < longest) or (
+            len(current) + 1
+        ) * longest > GROUP_MAX_TOKENS:
             groups.append(current)
             current = [i]
         else:
@@ -262,9 +264,7 @@ def _make_block(rows, members, starts, row_starts, in_order, translate) -> _Bloc
     width, length = int(widths.max()), int((kv_lens - first_key).max())
     reqs = rows.req_pool_indices if in_order else rows.req_pool_indices[torch.tensor(members)]
     # A padding key repeats the request's own last one: masked, and never another request's.
-    key_pos = torch.minimum(
-        first_key[:, None] + torch.arange(length), (kv_lens - 1)[:, None]
-    )
+    key_pos = torch.minimum(first_key[:, None] + torch.arange(length), (kv_lens - 1)[:, None])
     slots = rows.req_to_token[reqs[:, None].long(), key_pos].long().reshape(-1)
     offset = torch.minimum(torch.arange(width)[None, :], (widths - 1)[:, None])
     q_rows = out_rows = valid = None
@@ -322,7 +322,7 @@ def _visible(block: _Block, window: int, causal: bool) -> torch.Tensor:
 
 
 def _band_matrix(left, right, window, causal, dtype) -> torch.Tensor:
-    """Return [TILE_ROWS, left + right] additive: column c of row i is a key at distance c-left-i."""
+    """Return [TILE_ROWS, left + right] additive: row i, column c is a key at distance c-left-i."""
     distance = torch.arange(-left, right)[None, :] - torch.arange(TILE_ROWS)[:, None]
     hidden = distance > 0 if causal else distance > window
     if window >= 0:

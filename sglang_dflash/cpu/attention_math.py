@@ -88,7 +88,9 @@ def attend_rows(
         values.view(m, length, kv_heads, -1).transpose(1, 2),
         mask,
         heads,
-        None if heads.sinks is None else heads.sinks.view(1, kv_heads, groups, 1).repeat_interleave(width, 2),
+        None
+        if heads.sinks is None
+        else heads.sinks.view(1, kv_heads, groups, 1).repeat_interleave(width, 2),
     )
     out = out.view(m, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(m * width, q_heads, -1)

@@ -120,7 +120,10 @@ def _plain_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
         module
         for module in model.modules()
         if (
-            (isinstance(module, LinearBase) and type(module.quant_method) is UnquantizedLinearMethod)
+            (
+                isinstance(module, LinearBase)
+                and type(module.quant_method) is UnquantizedLinearMethod
+            )
             or (module is head and type(module.quant_method) is UnquantizedEmbeddingMethod)
         )
         and _has_kernel(module.weight.dtype)

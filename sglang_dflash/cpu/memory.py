@@ -28,7 +28,10 @@ class CpuMHATokenToKVPool(MHATokenToKVPool):
             cache_v: [T, heads, v_dim] of the pool's dtype.
         """
         loc = loc.long()
-        for buffer, rows in ((self.k_buffer[layer_idx], cache_k), (self.v_buffer[layer_idx], cache_v)):
+        for buffer, rows in (
+            (self.k_buffer[layer_idx], cache_k),
+            (self.v_buffer[layer_idx], cache_v),
+        ):
             flat = buffer.view(buffer.shape[0], -1)
             flat.index_copy_(0, loc, rows.reshape(loc.shape[0], -1))
 
@@ -45,7 +48,7 @@ class CpuMHATokenToKVPool(MHATokenToKVPool):
 
 
 def _ragged_positions(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (request, position) of every token in the ranges start..end-1, request after request."""
+    """Return (request, position) of each token in the ranges start..end-1, in order."""
     counts = (end - start).long()
     request = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
     first_row = torch.cumsum(counts, 0) - counts

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +13,11 @@ __all__ = ["BACKEND_NAME", "default_server_args", "rank_cpus", "thread_environme
 BACKEND_NAME = "dflash_sdpa"
 CHUNKED_PREFILL_TOKENS = 1024
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
+
+# How long an idle OpenMP thread spins before it sleeps: longer than the gap between two operators
+# (some 10 us), shorter than that between two steps, so that it never holds a core that the
+# tokenizer or another process could use.
+_SPIN_COUNT = "10000"
 
 # option -> values that work on a CPU, for options whose other values would fail far from here
 _ATTENTION_OPTIONS = (
@@ -73,7 +79,7 @@ def thread_environment(server_args: Any, environ: Mapping[str, str]) -> dict[str
     OpenMP reads its settings when torch is loaded, so they must be in the environment that the
     workers inherit. What the user has set stays.
     """
-    wanted = {"GOMP_SPINCOUNT": "1000000", "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0"}
+    wanted = {"GOMP_SPINCOUNT": _SPIN_COUNT, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0"}
     ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
     if ranks > 1:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
@@ -91,4 +97,4 @@ def rank_cpus(ranks: int) -> list[list[int]]:
     if len(cpus) < ranks:
         return [[cpus[rank % len(cpus)]] for rank in range(ranks)]
     bounds = [len(cpus) * rank // ranks for rank in range(ranks + 1)]
-    return [cpus[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [cpus[a:b] for a, b in itertools.pairwise(bounds)]
