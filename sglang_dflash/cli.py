@@ -54,7 +54,7 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     )
     add = demo.add_argument
     add("--prompt", action="append", type=_text, help="use this instead; repeatable")
-    add("--max-new-tokens", type=_positive, default=64, metavar="N", help="default: 64")
+    add("--max-new-tokens", type=_length, default=64, metavar="N", help="default: 64")
     add(
         "--dtype",
         choices=["auto", "float32", "bfloat16"],
@@ -86,17 +86,17 @@ def _text(value: str) -> str:
     return value
 
 
-def _positive(value: str) -> int:
-    return _integer(value, least=1)
+def _length(value: str) -> int:
+    return _integer(value, 1, 4096)
 
 
 def _block(value: str) -> int:
-    return _integer(value, least=2)
+    return _integer(value, 2, 64)
 
 
-def _integer(value: str, *, least: int) -> int:
-    if not value.isdecimal() or int(value) < least:
-        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number of at least {least}")
+def _integer(value: str, least: int, most: int) -> int:
+    if not (value.isascii() and value.isdecimal() and least <= int(value) <= most):
+        raise argparse.ArgumentTypeError(f"{value!r} is not a whole number from {least} to {most}")
     return int(value)
 
 
@@ -141,6 +141,8 @@ def _demo_problem(arguments: argparse.Namespace) -> str | None:
         return f"--block-size {block}: the draft was trained for blocks of {trained}"
     if arguments.device == "cuda" and not _has_cuda():
         return "--device cuda: torch sees no CUDA device here"
+    if arguments.json is not None and arguments.json.is_dir():
+        return f"--json {arguments.json}: is a folder"
     if arguments.json is not None and not os.access(arguments.json.parent, os.W_OK):
         return f"--json {arguments.json}: its folder cannot be written"
     return None

@@ -115,10 +115,12 @@ class EngineProcess:
     def _ask(self, message: object) -> Any:
         try:
             self._pipe.send(message)
-            failed, content = self._pipe.recv()
+            outcome, content = self._pipe.recv()
         except (EOFError, ConnectionError):
-            failed, content = True, f"its process ended with exit code {self._child.wait()}"
-        if failed:
+            outcome, content = "failed", f"its process ended with exit code {self._child.wait()}"
+        if outcome == "refused":
+            raise DemoError(f"the {self._name} engine refuses the prompt: {content}")
+        if outcome == "failed":
             raise DemoError(f"the {self._name} engine failed: {content}{self._log_tail()}")
         return content
 

@@ -28,16 +28,19 @@ def main(file_descriptor: int) -> None:
     try:
         engine, placement = _start(options)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        pipe.send((True, f"{type(error).__name__}: {error}"))
+        pipe.send(("failed", f"{type(error).__name__}: {error}"))
         return
-    pipe.send((False, placement))
+    pipe.send(("ok", placement))
     answers = {"generate": _generate, "log_probs": _log_probs, "token_text": _token_text}
     while True:
         try:
             name, *arguments = pipe.recv()
         except EOFError:
             break
-        pipe.send((False, answers[name](engine, *arguments)))
+        try:
+            pipe.send(("ok", answers[name](engine, *arguments)))
+        except ValueError as error:  # SGLang refuses the request: too long, say
+            pipe.send(("refused", str(error)))
     engine.shutdown()
 
 

@@ -53,9 +53,9 @@ def test_help_loads_neither_torch_nor_sglang():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--max-new-tokens", "0"], "'0' is not a whole number of at least 1"),
-        (["--max-new-tokens", "many"], "'many' is not a whole number of at least 1"),
-        (["--block-size", "1"], "'1' is not a whole number of at least 2"),
+        (["--max-new-tokens", "0"], "'0' is not a whole number from 1 to 4096"),
+        (["--max-new-tokens", "many"], "'many' is not a whole number from 1 to 4096"),
+        (["--block-size", "1"], "'1' is not a whole number from 2 to 64"),
         (["--block-size", "9"], "--block-size 9: the draft was trained for blocks of 8"),
         (["--dtype", "float8"], "invalid choice: 'float8'"),
         (["--device", "tpu"], "invalid choice: 'tpu'"),
@@ -63,6 +63,7 @@ def test_help_loads_neither_torch_nor_sglang():
         (["--target", "owner/model"], "--target needs --draft"),
         (["--draft", "./nowhere"], "--draft ./nowhere: neither a folder with a config.json"),
         (["--json", "no/such/folder/out.json"], "its folder cannot be written"),
+        (["--json", "."], "--json .: is a folder"),
         (["--unknown"], "unrecognized arguments: --unknown"),
     ],
 )
