@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real server on the real pair, driven by the real OpenAI client."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pairs import Pair
+
+pytestmark = pytest.mark.slow
+
+QUESTION = "Name three colours of the rainbow."
+
+
+class Server:
+    """A server process: where it listens and how to speak to it."""
+
+    def __init__(self, port: int, process: subprocess.Popen, log: Path) -> None:
+        self.url, self.process, self.log = f"http://127.0.0.1:{port}", process, log
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none")
+
+    def chat(self, messages: list[dict[str, str]], **options: Any) -> Any:
+        """Return a greedy completion of at most 48 tokens."""
+        return self.client.chat.completions.create(
+            model="default", messages=messages, temperature=0, max_tokens=48, **options
+        )
+
+
+def launch(pair: Pair, log: Path, *flags: str) -> Server:
+    """Start a server and wait until it answers."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "sglang.launch_server", "--model-path", str(pair.target),
+        "--dtype", "float32", "--port", str(port), "--context-length", "1024",
+        "--max-total-tokens", "8192", *flags,
+    ]  # fmt: skip
+    with log.open("w") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    server = Server(port, process, log)
+    deadline = time.monotonic() + 240
+    while True:
+        assert process.poll() is None, log.read_text()[-4000:]
+        assert time.monotonic() < deadline, log.read_text()[-4000:]
+        try:
+            if httpx.get(f"{server.url}/health_generate", timeout=60).status_code == 200:
+                return server
+        except httpx.TransportError:
+            time.sleep(0.5)
+
+
+def stop(server: Server) -> None:
+    """End the server as a user's Ctrl-C would."""
+    server.process.terminate()
+    server.process.wait(timeout=60)
+
+
+def conversation(server: Server) -> list[str]:
+    """Return the answers of two chat turns and of a raw completion."""
+    messages = [{"role": "user", "content": QUESTION}]
+    first = server.chat(messages).choices[0].message.content
+    messages += [
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "Which of them is the warmest?"},
+    ]
+    second = server.chat(messages).choices[0].message.content
+    raw = server.client.completions.create(
+        model="default", prompt="def fibonacci(n):\n", temperature=0, max_tokens=48
+    )
+    return [first, second, raw.choices[0].text]
+
+
+@pytest.fixture(scope="module")
+def plain_answers(smollm2_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the server says without speculation."""
+    server = launch(smollm2_pair, tmp_path_factory.mktemp("plain") / "log")
+    answers = conversation(server)
+    stop(server)
+    return answers
+
+
+@pytest.fixture(scope="module")
+def server(
+    smollm2_pair: Pair, plain_answers: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server with DFLASH and metrics."""
+    started = launch(
+        smollm2_pair, tmp_path_factory.mktemp("dflash") / "log",
+        "--speculative-algorithm", "DFLASH",
+        "--speculative-draft-model-path", str(smollm2_pair.draft), "--enable-metrics",
+    )  # fmt: skip
+    yield started
+    stop(started)
+
+
+def test_one_log_line_says_who_serves(server: Server) -> None:
+    lines = [line for line in server.log.read_text().splitlines() if "DFLASH is served by" in line]
+    assert len(lines) == 1
+    assert "sglang-dflash" in lines[0]
+    assert "block size 8" in lines[0]
+    assert "smollm2-135m-dflash-b8" in lines[0]
+
+
+def test_two_turns_and_a_completion_equal_plain_decoding(
+    server: Server, plain_answers: list[str]
+) -> None:
+    assert conversation(server) == plain_answers
+
+
+def test_streaming_gives_the_same_text(server: Server, plain_answers: list[str]) -> None:
+    chunks = list(server.chat([{"role": "user", "content": QUESTION}], stream=True))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert len(chunks) > 3
+    assert text == plain_answers[0]
+
+
+def test_meta_info_tells_acceptance(server: Server) -> None:
+    reply = httpx.post(
+        f"{server.url}/generate",
+        json={
+            "text": "Once upon a time",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True},
+        },
+        timeout=120,
+    ).json()
+    meta = reply["meta_info"]
+    assert meta["completion_tokens"] == 40
+    assert meta["spec_accept_length"] == pytest.approx(40 / meta["spec_verify_ct"])
+    histogram = meta["spec_correct_drafts_histogram"]
+    assert sum(histogram) == meta["spec_verify_ct"]
+    accepted = sum(count * steps for count, steps in enumerate(histogram))
+    assert accepted == meta["spec_num_correct_drafts"] > 0
+
+
+def test_metrics_tell_acceptance(server: Server) -> None:
+    for _ in range(4):  # the gauges are set once in 40 steps
+        server.chat([{"role": "user", "content": QUESTION}], extra_body={"ignore_eos": True})
+    lines = httpx.get(f"{server.url}/metrics", timeout=60).text.splitlines()
+    values = [
+        float(line.split()[-1]) for line in lines if line.startswith("sglang:spec_accept_length{")
+    ]
+    assert values
+    assert max(values) > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"temperature": 0.7}, "temperature=0.7"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
+        ({"logprobs": True}, "logprobs"),
+        ({"response_format": {"type": "json_object"}}, "json_schema"),
+    ],
+)
+def test_a_refused_request_is_told_why_and_the_server_goes_on(
+    server: Server, plain_answers: list[str], options: dict[str, Any], name: str
+) -> None:
+    request = {"temperature": 0, "max_tokens": 8, **options}
+    with pytest.raises(openai.BadRequestError, match=name):
+        server.client.chat.completions.create(
+            model="default", messages=[{"role": "user", "content": QUESTION}], **request
+        )
+    again = server.chat([{"role": "user", "content": QUESTION}]).choices[0].message.content
+    assert again == plain_answers[0]
