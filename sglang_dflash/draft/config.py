@@ -224,7 +224,7 @@ def _sizes(fields: Fields) -> dict[str, Any]:
     return {
         "hidden_size": hidden_size,
         "intermediate_size": fields.integer("intermediate_size"),
-        "num_layers": fields.integer("num_hidden_layers"),
+        "num_layers": fields.integer("num_hidden_layers", maximum=1024),
         "num_heads": num_heads,
         "num_kv_heads": num_kv_heads,
         "head_dim": _head_dim(fields, hidden_size, num_heads),
@@ -289,7 +289,8 @@ def _attention(fields: Fields, num_layers: int) -> tuple[tuple[int | None, ...],
             "sliding_attention" if i >= sliding_from else "full_attention"
             for i in range(num_layers)
         ]
-    if not isinstance(types, list) or set(types) - {"full_attention", "sliding_attention"}:
+    kinds = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or any(kind not in kinds for kind in types):
         fields.problem(f"layer_types is {types!r}, expected full_ and sliding_attention")
         types = []
     elif len(types) != num_layers:

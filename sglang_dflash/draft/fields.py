@@ -45,21 +45,32 @@ class Fields:
         return default if value is None else value
 
     @overload
-    def integer(self, key: str, default: int = ..., *, minimum: int = ...) -> int: ...
+    def integer(
+        self, key: str, default: int = ..., *, minimum: int = ..., maximum: int = ...
+    ) -> int: ...
     @overload
-    def integer(self, key: str, default: None, *, minimum: int = ...) -> int | None: ...
-    def integer(self, key: str, default: int | None = _REQUIRED, *, minimum: int = 1) -> int | None:
-        """Return a key as a whole number of at least `minimum`, or `default` where absent."""
+    def integer(
+        self, key: str, default: None, *, minimum: int = ..., maximum: int = ...
+    ) -> int | None: ...
+    def integer(
+        self,
+        key: str,
+        default: int | None = _REQUIRED,
+        *,
+        minimum: int = 1,
+        maximum: int = 2**31 - 1,
+    ) -> int | None:
+        """Return a key as a whole number within bounds, or `default` where absent."""
         value = self.get(key)
         if value is None and default is not _REQUIRED:
             return default
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if type(value) is int and value >= minimum:
+        if type(value) is int and minimum <= value <= maximum:
             return value
         found = "missing" if value is None else repr(value)
-        self.problem(f"{key} is {found}, expected a whole number of at least {minimum}")
-        return minimum or 1
+        self.problem(f"{key} is {found}, expected a whole number from {minimum} to {maximum}")
+        return max(minimum, 1)
 
     def number(self, key: str, default: float) -> float:
         """Return a key as a finite number above 0, or `default` where absent."""

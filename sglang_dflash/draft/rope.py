@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +60,8 @@ class RopeSettings:
         stated = _stated(config)
         rope_dim = stated.pop("rope_dim", None)
         theta = stated.pop("rope_theta", config.get("rope_theta"))
-        if rope_dim is not None:
-            stated = {k: v for k, v in stated.items() if k not in _SUPERSEDED_BY_ROPE_DIM}
+        # Leftovers of the target beside `rope_dim`, or a factor of 1.
+        stated = {k: v for k, v in stated.items() if k not in _SUPERSEDED_BY_ROPE_DIM}
         scaling = stated if stated.get("rope_type", "default") != "default" else None
         return cls(float(theta if theta is not None else 10000.0), scaling, rope_dim)
 
@@ -78,7 +79,7 @@ def rope_unsupported_reason(config: dict[str, Any]) -> str | None:
     nested = [key for key, value in stated.items() if isinstance(value, dict)]
     if nested:
         return f"rope_parameters differ by layer type ({', '.join(nested)})"
-    return _theta_reason(config, stated) or _scaling_reason(config, stated)
+    return _theta_reason(config, stated) or _width_reason(config, stated) or _scaling_reason(stated)
 
 
 def _stated(config: dict[str, Any]) -> dict[str, Any]:
@@ -91,46 +92,55 @@ def _stated(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _theta_reason(config: dict[str, Any], stated: dict[str, Any]) -> str | None:
-    thetas = [source["rope_theta"] for source in (stated, config) if source.get("rope_theta")]
-    if any(isinstance(t, bool) or not isinstance(t, int | float) or t <= 0 for t in thetas):
+    thetas = [source.get("rope_theta") for source in (stated, config)]
+    thetas = [theta for theta in thetas if theta is not None]
+    if not all(map(_is_positive, thetas)):
         return f"rope_theta is {thetas!r}, expected a number above 0"
-    if len({float(t) for t in thetas}) > 1:
+    if len(set(thetas)) > 1:
         return f"rope_theta is {config['rope_theta']} but {thetas[0]} in rope_parameters"
     return None
 
 
-def _scaling_reason(config: dict[str, Any], stated: dict[str, Any]) -> str | None:
-    rope_dim = stated.get("rope_dim")
-    head_dim = config.get("head_dim")
-    if rope_dim is not None:
-        if (
-            isinstance(rope_dim, bool)
-            or not isinstance(rope_dim, int)
-            or rope_dim < 2
-            or rope_dim % 2
-        ):
-            return f"rope_dim is {rope_dim!r}, expected an even number of channels"
-        if isinstance(head_dim, int) and rope_dim > head_dim:
-            return f"rope_dim is {rope_dim}, more than head_dim {head_dim}"
-    elif config.get("partial_rotary_factor") not in (None, 1, 1.0):
+def _width_reason(config: dict[str, Any], stated: dict[str, Any]) -> str | None:
+    rope_dim, head_dim = stated.get("rope_dim"), config.get("head_dim")
+    if rope_dim is None:
+        if config.get("partial_rotary_factor") in (None, 1):
+            return None
         return (
             f"partial_rotary_factor {config['partial_rotary_factor']} without rope_dim: "
             "trainers ignore it and servers do not, so the trained width is unknown"
         )
+    if type(rope_dim) is not int or rope_dim < 2 or rope_dim % 2:
+        return f"rope_dim is {rope_dim!r}, expected an even number of channels"
+    if type(head_dim) is not int or rope_dim > head_dim:
+        return f"rope_dim is {rope_dim}, more than head_dim {head_dim!r}"
+    return None
+
+
+def _scaling_reason(stated: dict[str, Any]) -> str | None:
     ignored = {"rope_type", "rope_theta", "rope_dim"}
-    if rope_dim is not None:
+    if "rope_dim" in stated:
         ignored |= _SUPERSEDED_BY_ROPE_DIM
-    elif stated.get("partial_rotary_factor") in (1, 1.0):
+    elif stated.get("partial_rotary_factor") == 1:
         ignored.add("partial_rotary_factor")
     keys = set(stated) - ignored
     kind = stated.get("rope_type", "default")
     if kind == "default":
         return f"rope keys {sorted(keys)} are unknown" if keys else None
-    if kind not in _SCALING_KEYS:
+    if not isinstance(kind, str) or kind not in _SCALING_KEYS:
         return f"rope_type {kind!r} (supported: default, {', '.join(_SCALING_KEYS)})"
     required, optional = _SCALING_KEYS[kind]
     if required - keys:
         return f"rope_type {kind!r} lacks {sorted(required - keys)}"
     if keys - required - optional:
         return f"rope_type {kind!r} with unknown keys {sorted(keys - required - optional)}"
-    return None
+    wrong = {
+        key: stated[key]
+        for key in keys
+        if not (isinstance(stated[key], bool) if key == "truncate" else _is_positive(stated[key]))
+    }
+    return f"rope_type {kind!r} with values that are no such numbers: {wrong}" if wrong else None
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf

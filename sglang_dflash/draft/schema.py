@@ -114,7 +114,7 @@ def _architecture_reasons(config: dict[str, Any]) -> list[str]:
     names = config.get("architectures") or []
     if names == [SUPPORTED_ARCHITECTURE]:
         return []
-    if not isinstance(names, list) or len(names) != 1:
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         return [f"architectures {names!r}, expected [{SUPPORTED_ARCHITECTURE!r}]"]
     why = _ARCHITECTURES.get(names[0], f"is not {SUPPORTED_ARCHITECTURE}")
     return [f"architecture {names[0]}: {why}"]
