@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ratios of engines in one run: same prompts, interleaved, warm, medians with spread.
+
+    python bench/compare.py --engines plain,dflash --concurrency 1,4 --rounds 5
+
+Engines: plain (SGLang without speculation), dflash (this plugin), upstream (SGLang's own DFLASH
+worker; on a CPU with the shims of bench/upstream_on_cpu), vllm (--vllm-python: an interpreter that
+has it). Every ratio is taken within a round and over the first engine named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from sglang_dflash.demo.model import bundled_draft, ensure_target
+
+HERE = Path(__file__).parent
+ENGINES = ("plain", "dflash", "upstream", "vllm")
+
+
+@dataclass
+class Child:
+    """An engine in a process of its own."""
+
+    name: str
+    process: subprocess.Popen
+    log: Path
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send one line, wait for one line."""
+        self.process.stdin.write(json.dumps(message) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        """Return the next reply."""
+        line = self.process.stdout.readline()
+        if not line:
+            tail = self.log.read_text(errors="replace")[-3000:]
+            raise SystemExit(f"the {self.name} engine ended:\n{tail}")
+        return json.loads(line)
+
+
+def start(name: str, args: argparse.Namespace, target: Path, draft: Path) -> Child:
+    """Start an engine's process and wait until it serves."""
+    environment = dict(os.environ)
+    python, script = sys.executable, "serve_sglang.py"
+    options: dict[str, Any] = {
+        "model_path": str(target), "dtype": args.dtype, "context_length": 2048,
+        "max_total_tokens": 65536, "log_level": "error", "random_seed": 0,
+    }  # fmt: skip
+    if name in ("dflash", "upstream"):
+        options |= {
+            "speculative_algorithm": "DFLASH",
+            "speculative_draft_model_path": str(draft),
+            "speculative_num_draft_tokens": args.block_size,
+        }
+    if name == "upstream":
+        environment["SGLANG_DFLASH_WORKER"] = "upstream"
+        shims = str(HERE / "upstream_on_cpu")
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [shims, environment.get("PYTHONPATH")])
+        )
+    if name == "vllm":
+        if args.vllm_python is None:
+            raise SystemExit("--engines vllm needs --vllm-python, an interpreter that has vLLM")
+        python, script = args.vllm_python, "serve_vllm.py"
+        options = {
+            "model": str(target), "dtype": args.dtype, "max_model_len": 2048,
+            "enforce_eager": True, "seed": 0, "disable_log_stats": True,
+        }  # fmt: skip
+    log = Path(tempfile.mkstemp(prefix=f"bench-{name}-", suffix=".log")[1])
+    process = subprocess.Popen(
+        [python, str(HERE / script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=log.open("w"), text=True, env=environment,
+    )  # fmt: skip
+    child = Child(name, process, log)
+    child.ask(options)
+    return child
+
+
+def measure(children: list[Child], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return one record per round, concurrency and engine; the order of engines rotates."""
+    lines = (HERE / "data/prompts.jsonl").read_text().splitlines()
+    prompts = [json.loads(line)["prompt"] for line in lines]
+    records = []
+    points = [(r, c) for r in range(args.rounds + 1) for c in args.concurrency]
+    for round_number, concurrency in tqdm(points, desc="rounds"):
+        first = round_number * concurrency
+        batch = [prompts[(first + i) % len(prompts)] for i in range(concurrency)]
+        turn = round_number % len(children)
+        for child in children[turn:] + children[:turn]:
+            reply = child.ask({"prompts": batch, "max_new_tokens": args.max_new_tokens})
+            if round_number > 0:  # round 0 warms up
+                records.append(
+                    {"round": round_number, "concurrency": concurrency, "engine": child.name}
+                    | reply
+                )
+    return records
+
+
+def summarise(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    """Return one row per concurrency and engine."""
+    rows = []
+    for concurrency in dict.fromkeys(r["concurrency"] for r in records):
+        mine = [r for r in records if r["concurrency"] == concurrency]
+        base = {r["round"]: r for r in mine if r["engine"] == names[0]}
+        for name in names:
+            own = [r for r in mine if r["engine"] == name]
+            rates = [_rate(r) for r in own]
+            ratios = [_rate(r) / _rate(base[r["round"]]) for r in own]
+            steps = sum(r["steps"] for r in own)
+            tau = (sum(r["accepted"] for r in own) + steps) / steps
+            same = [r["tokens"] == base[r["round"]]["tokens"] for r in own]
+            rows.append(
+                {
+                    "concurrency": concurrency, "engine": name,
+                    "tokens_per_s": statistics.median(rates), "low": min(rates), "high": max(rates),
+                    "ratio": statistics.median(ratios),
+                    "ratio_low": min(ratios), "ratio_high": max(ratios),
+                    "acceptance_length": tau,
+                    "ratio_over_tau": statistics.median(ratios) / tau,
+                    "identical_rounds": sum(same), "rounds": len(same),
+                }
+            )  # fmt: skip
+    return rows
+
+
+def _rate(record: dict[str, Any]) -> float:
+    return sum(len(tokens) for tokens in record["tokens"]) / record["seconds"]
+
+
+def table(rows: list[dict[str, Any]], names: list[str]) -> str:
+    """Return the rows as Markdown."""
+    lines = [
+        f"| concurrency | engine | tokens/s (range) | over {names[0]} (range) | tau | ratio / tau"
+        " | identical |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {r['concurrency']} | {r['engine']} | {r['tokens_per_s']:.1f} "
+        f"({r['low']:.1f}-{r['high']:.1f}) | {r['ratio']:.2f} ({r['ratio_low']:.2f}-"
+        f"{r['ratio_high']:.2f}) | {r['acceptance_length']:.2f} | {r['ratio_over_tau']:.2f} | "
+        f"{r['identical_rounds']}/{r['rounds']} |"
+        for r in rows
+    ]
+    return "\n".join(lines)
+
+
+def machine() -> dict[str, Any]:
+    """Return what the numbers were taken on."""
+    info = Path("/proc/cpuinfo")
+    cpu = next(
+        (li.split(":")[1].strip() for li in info.read_text().splitlines() if "model name" in li),
+        platform.processor(),
+    )
+    packages = ("sglang-dflash", "sglang", "torch", "transformers")
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {name: version(name) for name in packages},
+        "command": sys.argv,
+    }
+
+
+def parse() -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    names = lambda text: text.split(",")  # noqa: E731
+    numbers = lambda text: [int(number) for number in text.split(",")]  # noqa: E731
+    parser.add_argument("--engines", type=names, default=["plain", "dflash"])
+    parser.add_argument("--concurrency", type=numbers, default=[1, 4])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--target", type=Path, help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--draft", type=Path, help="default: the bundled one")
+    parser.add_argument("--vllm-python", help="interpreter with vLLM")
+    parser.add_argument("--json", type=Path, help="where to write all records")
+    args = parser.parse_args()
+    unknown = set(args.engines) - set(ENGINES)
+    if unknown:
+        parser.error(f"--engines {', '.join(unknown)}: not one of {', '.join(ENGINES)}")
+    return args
+
+
+def main() -> None:
+    """Run and print."""
+    args = parse()
+    target, draft = args.target or ensure_target(), args.draft or bundled_draft()
+    children = [start(name, args, target, draft) for name in args.engines]
+    records = measure(children, args)
+    rows = summarise(records, args.engines)
+    print(table(rows, args.engines))
+    if args.json:
+        for record in records:
+            record["tokens"] = sum(len(tokens) for tokens in record["tokens"])
+        result = {"machine": machine(), "rows": rows, "records": records}
+        args.json.write_text(json.dumps(result, indent=1))
+    for child in children:
+        child.process.stdin.close()
+        child.process.wait(timeout=60)
+
+
+if __name__ == "__main__":
+    main()

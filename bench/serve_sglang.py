@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child of compare.py: one SGLang engine that answers JSON lines on its standard input."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    """Read engine options, then batches; answer each with its time and counts."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # SGLang prints; the replies must stay alone
+    import sglang
+
+    engine = sglang.Engine(**json.loads(sys.stdin.readline()))
+    tokenizer = engine.tokenizer_manager.tokenizer
+    print(json.dumps({"ready": sglang.__version__}), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        ids = [chat_ids(tokenizer, prompt) for prompt in request["prompts"]]
+        engine.flush_cache()
+        params = {"temperature": 0, "max_new_tokens": request["max_new_tokens"], "ignore_eos": True}
+        start = time.perf_counter()
+        outputs = engine.generate(input_ids=ids, sampling_params=params)
+        seconds = time.perf_counter() - start
+        metas = [output["meta_info"] for output in outputs]
+        reply = {
+            "seconds": seconds,
+            "tokens": [output["output_ids"] for output in outputs],
+            "steps": sum(m.get("spec_verify_ct", m["completion_tokens"] - 1) for m in metas),
+            "accepted": sum(m.get("spec_num_correct_drafts", 0) for m in metas),
+        }
+        print(json.dumps(reply), file=replies, flush=True)
+    engine.shutdown()
+
+
+def chat_ids(tokenizer, prompt: str) -> list[int]:
+    """Return the prompt as the first turn of a chat."""
+    turn = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+if __name__ == "__main__":
+    main()

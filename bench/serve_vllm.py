@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A child of compare.py: one vLLM engine, in an environment of its own (--vllm-python)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+
+def main() -> None:
+    """Read engine options, then batches; answer each with its time and counts."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    import vllm
+
+    engine = vllm.LLM(**json.loads(sys.stdin.readline()))
+    tokenizer = engine.get_tokenizer()
+    print(json.dumps({"ready": vllm.__version__}), file=replies, flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        prompts = []
+        for prompt in request["prompts"]:
+            turn = [{"role": "user", "content": prompt}]
+            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompts.append({"prompt_token_ids": ids})
+        params = vllm.SamplingParams(
+            temperature=0, max_tokens=request["max_new_tokens"], ignore_eos=True
+        )
+        engine.reset_prefix_cache()
+        start = time.perf_counter()
+        outputs = engine.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - start
+        tokens = [list(output.outputs[0].token_ids) for output in outputs]
+        steps = sum(len(ids) - 1 for ids in tokens)
+        reply = {"seconds": seconds, "tokens": tokens, "steps": steps, "accepted": 0}
+        print(json.dumps(reply), file=replies, flush=True)
+
+
+if __name__ == "__main__":
+    main()
