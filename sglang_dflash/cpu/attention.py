@@ -112,8 +112,9 @@ class CpuAttentionBackend(AttentionBackend):
 
         Args:
             q: [T, q_heads * head_dim] float.
-            k: [T, kv_heads, head_dim] of q's dtype, or None to read the pool only.
-            v: [T, kv_heads, v_head_dim] of q's dtype, or None.
+            k: [T, kv_heads, head_dim] or [T, kv_heads * head_dim] of q's dtype, or None to read
+                the pool only.
+            v: [T, kv_heads, v_head_dim] or flat, of q's dtype, or None.
             layer: the layer.
             forward_batch: the batch `init_forward_metadata` saw.
             save_kv_cache: write k and v to the pool first.
@@ -128,7 +129,7 @@ class CpuAttentionBackend(AttentionBackend):
         plan = forward.plan(layer.sliding_window_size, layer.layer_id in self._sliding_layers)
         heads = HeadLayout(layer.scaling, layer.logit_cap, sinks)
         out = plan.attend(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),
             pool.get_value_buffer(layer.layer_id),
             heads,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from sglang_dflash.cpu.linear import repack_linear_layers
 from sglang_dflash.cpu.memory import assign_req_to_token_pool
 
 __all__ = ["HOOKS"]
@@ -36,6 +37,14 @@ def _share_of_memory(original: Callable[..., int], self: Any, pre_model_load_mem
     return original(self, pre_model_load_memory) // get_parallel().world_group.world_size
 
 
+def _repack(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
+    """Pack the linear weights again after SGLang has changed them in place."""
+    repack_linear_layers(updater.get_model())
+    return result
+
+
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+
 HOOKS: list[tuple[str, Any, str]] = [
     (
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
@@ -48,4 +57,7 @@ HOOKS: list[tuple[str, Any, str]] = [
         _share_of_memory,
         "around",
     ),
+    (f"{_UPDATER}.update_weights_from_tensor", _repack, "after"),
+    (f"{_UPDATER}.load_weights_from_distributed", _repack, "after"),
+    (f"{_UPDATER}.update_weights_from_ipc", _repack, "after"),
 ]

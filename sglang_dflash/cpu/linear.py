@@ -19,7 +19,14 @@ from sglang.srt.layers.quantization.unquant import (
 )
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-__all__ = ["PackedEmbeddingMethod", "PackedLinearMethod", "pack_linear_layers"]
+__all__ = [
+    "PackedEmbeddingMethod",
+    "PackedLinearMethod",
+    "PackedWeight",
+    "pack_linear_layers",
+    "packed_linear",
+    "repack_linear_layers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -27,9 +34,21 @@ _ROWS_HINT = 32  # the row count oneDNN picks a layout for; the same one serves 
 _MEMORY_SHARE = 0.4  # of the free memory, which packed weights may take
 
 
-def _packed_linear(
-    x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+class PackedWeight:
+    """A weight in oneDNN's layout, held so that who has bound it sees it change."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        """Pack `weight` [out, in] float."""
+        self.pack(weight)
+
+    def pack(self, weight: torch.Tensor) -> None:
+        """Take over the values of `weight` [out, in] float."""
+        self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+
+
+def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return x @ weight.T + bias.
 
     In float32 a single row is computed as two: oneDNN's matrix-vector product sums in another
@@ -52,7 +71,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight again: SGLang calls this when a checkpoint was loaded."""
-        layer.packed_weight = _pack(layer.weight)
+        layer.packed_weight.pack(layer.weight)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -66,7 +85,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         """
         if x.dtype is not layer.weight.dtype:
             return super().apply(layer, x, bias)
-        return _packed_linear(x, layer.packed_weight, bias)
+        return packed_linear(x, layer.packed_weight.tensor, bias)
 
 
 class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -74,7 +93,7 @@ class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Pack the weight again: SGLang calls this when a checkpoint was loaded."""
-        layer.packed_weight = _pack(layer.weight)
+        layer.packed_weight.pack(layer.weight)
 
     def apply(
         self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
@@ -86,7 +105,7 @@ class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
             x: [..., hidden] float; cast to the weight's dtype.
             bias: [vocabulary] float, or None.
         """
-        return _packed_linear(x.to(layer.weight.dtype), layer.packed_weight, bias)
+        return packed_linear(x.to(layer.weight.dtype), layer.packed_weight.tensor, bias)
 
 
 def pack_linear_layers(model: torch.nn.Module) -> None:
@@ -108,9 +127,16 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
         )
         return
     for layer in plain:
-        layer.packed_weight = _pack(layer.weight)
+        layer.packed_weight = PackedWeight(layer.weight)
         is_head = isinstance(layer, VocabParallelEmbedding)
         layer.quant_method = PackedEmbeddingMethod() if is_head else PackedLinearMethod()
+
+
+def repack_linear_layers(model: torch.nn.Module) -> None:
+    """Pack the weights of `model` again, after they were changed in place."""
+    for module in model.modules():
+        if isinstance(getattr(module, "packed_weight", None), PackedWeight):
+            module.packed_weight.pack(module.weight)
 
 
 def _plain_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -139,8 +165,3 @@ def _has_kernel(dtype: torch.dtype) -> bool:
     if dtype is torch.float16:
         return torch.ops.mkldnn._is_mkldnn_fp16_supported()
     return dtype is torch.float32
-
-
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    """Return `weight` [out, in] in oneDNN's layout."""
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)

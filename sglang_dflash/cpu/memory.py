@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
 
 __all__ = ["CpuMHATokenToKVPool", "assign_req_to_token_pool", "extend_cache_locs"]
 
@@ -15,6 +20,38 @@ class CpuMHATokenToKVPool(MHATokenToKVPool):
     def _init_kv_copy_and_warmup(self) -> None:
         """Skip the Triton copy kernel's set-up; `move_kv_cache` needs none here."""
         self._kv_copy_config = None
+
+    def set_kv_buffer(
+        self,
+        layer: RadixAttention | None,
+        loc_info: KVWriteLoc | torch.Tensor,
+        cache_k: torch.Tensor,
+        cache_v: torch.Tensor,
+        k_scale: float | None = None,
+        v_scale: float | None = None,
+        layer_id_override: int | None = None,
+        dcp_kv_mask: torch.Tensor | None = None,
+    ) -> None:
+        """Write the K and V rows of one layer.
+
+        Args:
+            layer: the layer, or None where `layer_id_override` says which.
+            loc_info: [T] int slots, or SGLang's bundle of them.
+            cache_k: [T, heads, dim] float.
+            cache_v: [T, heads, v_dim] float.
+            k_scale: scale of a quantised pool.
+            v_scale: scale of a quantised pool.
+            layer_id_override: layer of the model.
+            dcp_kv_mask: unused; context parallelism is not served on a CPU.
+        """
+        if cache_k.dtype is not self.store_dtype:
+            super().set_kv_buffer(
+                layer, loc_info, cache_k, cache_v, k_scale, v_scale, layer_id_override, dcp_kv_mask
+            )
+            return
+        loc = loc_info.loc if isinstance(loc_info, KVWriteLoc) else loc_info
+        layer_id = layer.layer_id if layer_id_override is None else layer_id_override
+        self._store_kv_layer(layer_id - self.start_layer, loc, cache_k, cache_v)
 
     def _store_kv_layer(
         self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor

@@ -14,7 +14,16 @@ from sglang.srt.layers.activation import SiluAndMul
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
 
-__all__ = ["OPERATORS", "rms_norm", "rotate", "silu_and_mul"]
+__all__ = [
+    "OPERATORS",
+    "is_plain_norm",
+    "is_plain_rotary",
+    "rms_norm",
+    "rotary",
+    "rotary_factors",
+    "rotate",
+    "silu_and_mul",
+]
 
 
 def rms_norm(
@@ -33,14 +42,7 @@ def rms_norm(
         post_residual_addition: [..., hidden] float, or None.
         quant_linear: SGLang's fusion partner; unused on the CPU, as in the native form.
     """
-    special = (
-        self.variance_size_override is not None
-        or self.cast_x_before_out_mul
-        or self.fp32_residual
-        or self.override_orig_dtype is not None
-        or self.weight.dtype is not x.dtype
-    )
-    if special:
+    if not is_plain_norm(self) or self.weight.dtype is not x.dtype:
         return self.forward_native(x, residual, post_residual_addition, quant_linear)
     if residual is None:
         return F.rms_norm(x, self.weight.shape, self.weight, self.variance_epsilon)
@@ -79,17 +81,53 @@ def rotary(
         offsets: [T] int64 added to positions, or None.
         fused_set_kv_buffer_arg: None on a CPU.
     """
-    whole_head = self.rotary_dim == self.head_size and self.is_neox_style
-    if not whole_head or offsets is not None or hasattr(self, "sin_cos_cache") or query.dim() != 2:
+    if not is_plain_rotary(self) or offsets is not None or query.dim() != 2:
         return self.forward_native(positions, query, key, offsets, fused_set_kv_buffer_arg)
-    table = _table(self, query.dtype)
-    factors = table.index_select(0, positions.flatten())
-    cos, sin = factors[:, 0], factors[:, 1]
+    cos, sin = rotary_factors(self, positions, query.dtype)
     joint = _joint_view(query, key)
     if joint is not None:
         turned = rotate(joint, cos, sin, self.head_size)
         return turned[:, : query.shape[1]], turned[:, query.shape[1] :]
     return rotate(query, cos, sin, self.head_size), rotate(key, cos, sin, self.head_size)
+
+
+def is_plain_norm(norm: torch.nn.Module) -> bool:
+    """Return whether `norm` is an RMSNorm without any of SGLang's special roundings."""
+    return (
+        type(norm) is RMSNorm
+        and norm.variance_size_override is None
+        and not norm.cast_x_before_out_mul
+        and not norm.fp32_residual
+        and norm.override_orig_dtype is None
+    )
+
+
+def is_plain_rotary(rotary_emb: torch.nn.Module) -> bool:
+    """Return whether `rotary_emb` turns whole heads in halves, by a table of its positions."""
+    return (
+        isinstance(rotary_emb, RotaryEmbedding)
+        and type(rotary_emb).forward_native is RotaryEmbedding.forward_native
+        and rotary_emb.rotary_dim == rotary_emb.head_size
+        and rotary_emb.is_neox_style
+        and not hasattr(rotary_emb, "sin_cos_cache")
+    )
+
+
+def rotary_factors(
+    rotary_emb: RotaryEmbedding, positions: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `rotate` multiplies by at each position.
+
+    Args:
+        rotary_emb: a plain rotary embedding.
+        positions: [T] int64.
+        dtype: dtype of the queries.
+
+    Returns:
+        cos and signed sin, each [T, 1, head_size] of `dtype`.
+    """
+    factors = _table(rotary_emb, dtype).index_select(0, positions.flatten())
+    return factors[:, 0], factors[:, 1]
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_size: int) -> torch.Tensor:

@@ -101,10 +101,12 @@ class CpuPlatform(SRTPlatform):
             BaseFusedOp.register_oot_forward(operator, forward, self.get_dispatch_key_name())
 
     def post_load_model(self, model: torch.nn.Module) -> None:
-        """Pack the weights of a model that was just loaded."""
+        """Pack the weights of a model that was just loaded, and shorten its path."""
+        from sglang_dflash.cpu.decoder import straighten
         from sglang_dflash.cpu.linear import pack_linear_layers
 
         pack_linear_layers(model)
+        straighten(model)
 
     def get_dispatch_key_name(self) -> str:
         """Return the key our operators are registered under; others run in their native form."""
