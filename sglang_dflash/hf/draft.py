@@ -8,7 +8,7 @@ context's K and V come from the target's hidden states, not from the draft's own
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
@@ -210,7 +210,9 @@ class HFDraft(nn.Module):
         """
         projected = self.hidden_norm(self.fc(features))
         cos, sin = self._tables(positions)
-        pairs = [layer.self_attn.keys_values(projected, cos, sin) for layer in self.layers]
+        pairs = [
+            layer.self_attn.keys_values(projected, cos, sin) for layer in self._decoder_layers()
+        ]
         return DraftContext([k for k, _ in pairs], [v for _, v in pairs], positions)
 
     def forward(
@@ -230,12 +232,15 @@ class HFDraft(nn.Module):
         key_positions = torch.cat((context.positions, positions))
         distance = positions[:, None] - key_positions[None, :]
         x = embeddings
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._decoder_layers()):
             x = x + layer.self_attn(
                 layer.input_layernorm(x), cos, sin, context.keys[i], context.values[i], distance
             )
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
+
+    def _decoder_layers(self) -> list[DecoderLayer]:
+        return cast("list[DecoderLayer]", list(self.layers))
 
     def _tables(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine, [T, rotary_dim / 2] float32 each."""

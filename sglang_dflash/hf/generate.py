@@ -184,7 +184,9 @@ class _Decoder:
         """Return the draft's logits of the rows after the anchor, [B-1, V]."""
         assert self._context is not None, "prefill comes first"
         device = self._target.device
-        ids = torch.full((1, self._block_size), self._draft.config.mask_token_id, device=device)
+        mask_token_id = self._draft.config.mask_token_id
+        assert mask_token_id is not None, "check_target refuses a draft without"
+        ids = torch.full((1, self._block_size), mask_token_id, device=device)
         ids[0, 0] = anchor
         positions = torch.arange(prefix_len, prefix_len + self._block_size, device=device)
         embeddings = self._target.get_input_embeddings()(ids)
