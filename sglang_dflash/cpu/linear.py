@@ -142,18 +142,14 @@ def repack_linear_layers(model: torch.nn.Module) -> None:
 def _plain_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers that can be packed, each once."""
     head = getattr(model, "lm_head", None)
-    return [
-        module
-        for module in model.modules()
-        if (
-            (
-                isinstance(module, LinearBase)
-                and type(module.quant_method) is UnquantizedLinearMethod
-            )
-            or (module is head and type(module.quant_method) is UnquantizedEmbeddingMethod)
-        )
-        and _has_kernel(module.weight.dtype)
-    ]
+    plain = []
+    for module in model.modules():
+        method = type(getattr(module, "quant_method", None))
+        is_linear = isinstance(module, LinearBase) and method is UnquantizedLinearMethod
+        is_head = module is head and method is UnquantizedEmbeddingMethod
+        if (is_linear or is_head) and _has_kernel(module.weight.dtype):
+            plain.append(module)
+    return plain
 
 
 def _has_kernel(dtype: torch.dtype) -> bool:
