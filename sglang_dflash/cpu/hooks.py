@@ -11,6 +11,7 @@ import torch
 
 from sglang_dflash.cpu.linear import repack_linear_layers
 from sglang_dflash.cpu.memory import assign_req_to_token_pool
+from sglang_dflash.cpu.operators import softcap_logits
 
 __all__ = ["HOOKS"]
 
@@ -51,6 +52,7 @@ HOOKS: list[tuple[str, Any, str]] = [
         assign_req_to_token_pool,
         "replace",
     ),
+    ("sglang.kernels.ops.activation.softcap._softcap_logits", softcap_logits, "replace"),
     ("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", _use_rank_cpus, "after"),
     (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",

@@ -23,6 +23,7 @@ __all__ = [
     "rotary_factors",
     "rotate",
     "silu_and_mul",
+    "softcap_logits",
 ]
 
 
@@ -143,6 +144,24 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, head_size: int
     half = head_size // 2
     swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
     return (heads * cos).addcmul_(swapped, sin).flatten(1)
+
+
+def softcap_logits(
+    full_logits: torch.Tensor,
+    final_logit_softcapping: float | None,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return cap * tanh(logits / cap), in place or in `output` (SGLang has it in Triton only).
+
+    Args:
+        full_logits: [rows, vocabulary] float, overwritten where `output` is None.
+        final_logit_softcapping: the cap, or None for a plain copy.
+        output: [rows, vocabulary] float32, or None.
+    """
+    capped = full_logits.float()
+    if final_logit_softcapping is not None:
+        capped = torch.tanh(capped / final_logit_softcapping) * final_logit_softcapping
+    return (full_logits if output is None else output).copy_(capped)
 
 
 def _joint_view(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
