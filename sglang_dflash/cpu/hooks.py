@@ -31,6 +31,21 @@ def _use_rank_cpus(result: str | None, **_: Any) -> str | None:
     return result
 
 
+def _last_slots(
+    req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor
+) -> torch.Tensor:
+    """Return [n], the slot of each request's last token, or -1: SGLang would ask Triton for it.
+
+    Args:
+        req_to_token: [rows, width] int32, the slot of each position.
+        req_pool_indices: [n] int64, rows of `req_to_token`.
+        prefix_lens: [n] int32 or int64, tokens that have slots.
+    """
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
+
+
 def _share_of_memory(original: Callable[..., int], self: Any, pre_model_load_memory: int) -> int:
     """Return this rank's share of the host's free memory: all ranks see the same one."""
     from sglang.srt.runtime_context import get_parallel
@@ -53,6 +68,7 @@ HOOKS: list[tuple[str, Any, str]] = [
         "replace",
     ),
     ("sglang.kernels.ops.activation.softcap._softcap_logits", softcap_logits, "replace"),
+    ("sglang.srt.mem_cache.allocation.get_last_loc", _last_slots, "replace"),
     ("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", _use_rank_cpus, "after"),
     (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",

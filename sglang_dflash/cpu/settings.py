@@ -12,6 +12,7 @@ __all__ = ["BACKEND_NAME", "default_server_args", "rank_cpus", "thread_environme
 
 BACKEND_NAME = "dflash_sdpa"
 CHUNKED_PREFILL_TOKENS = 1024
+MEMORY_FRACTION = 0.5  # of the host's memory for weights and K/V: others live there too
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 # How long an idle OpenMP thread spins before it sleeps: longer than the gap between two operators
@@ -47,6 +48,8 @@ def default_server_args(server_args: Any) -> None:
     server_args.disable_custom_all_reduce = True
     # An idle scheduler would poll at full speed, on a core that another process computes with.
     server_args.sleep_on_idle = True
+    if raw.get("mem_fraction_static") is None:
+        server_args.mem_fraction_static = MEMORY_FRACTION
     if raw.get("chunked_prefill_size") is None:
         server_args.chunked_prefill_size = CHUNKED_PREFILL_TOKENS
 

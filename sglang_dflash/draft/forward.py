@@ -72,18 +72,12 @@ def block_embedding(target_model: nn.Module) -> Callable[[torch.Tensor], torch.T
 
 
 def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
-    """Return this rank's shard of the target's output head, without its padding rows.
+    """Return this rank's shard of the target's output head.
 
     Raises:
-        UnsupportedCheckpoint: the head is quantised or carries added tokens apart.
+        UnsupportedCheckpoint: the head carries added tokens apart.
     """
     head = target_model.lm_head
-    weight = getattr(head, "weight", None)
-    if weight is None or not weight.is_floating_point() or weight.dim() != 2:
-        raise UnsupportedCheckpoint(
-            "the target's lm_head is quantised, and proposals need its weight as floats: serve a "
-            "checkpoint whose quantisation leaves lm_head out, or SGLANG_DFLASH_WORKER=upstream"
-        )
     shard = head.shard_indices
     if shard.num_added_elements:
         raise UnsupportedCheckpoint(
@@ -92,7 +86,8 @@ def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
         )
     distributed = get_parallel().tp_size > 1
     return VocabularyHead(
-        weight[: shard.num_org_elements],
+        lambda rows: head.quant_method.apply(head, rows, None),
+        shard.num_org_elements,
         shard.org_vocab_start_index,
         tensor_model_parallel_all_gather if distributed else None,
     )

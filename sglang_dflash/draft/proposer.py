@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 __all__ = ["VocabularyHead", "propose_greedy"]
 
@@ -17,12 +16,14 @@ class VocabularyHead:
     """This rank's shard of the target's output head.
 
     Attributes:
-        weight: [local vocabulary, H], padding rows dropped.
+        project: hidden rows [R, H] -> logits [R, local vocabulary and padding].
+        num_tokens: rows of the shard that are tokens; padding follows them.
         first_token_id: the vocabulary id of its first row.
         gather: concatenates a [rows, 1] tensor of every rank along dim 1; None on one rank.
     """
 
-    weight: torch.Tensor
+    project: Callable[[torch.Tensor], torch.Tensor]
+    num_tokens: int
     first_token_id: int = 0
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 
@@ -39,7 +40,8 @@ def propose_greedy(hidden: torch.Tensor, head: VocabularyHead) -> torch.Tensor:
         [n, B-1] int64. Ties go to the lowest token id, on any number of ranks.
     """
     rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
-    scores, tokens = functional.linear(rows, head.weight).max(dim=-1, keepdim=True)  # [rows, 1]
+    logits = head.project(rows)[:, : head.num_tokens]
+    scores, tokens = logits.max(dim=-1, keepdim=True)  # [R, 1]
     tokens = tokens + head.first_token_id
     if head.gather is not None:
         best_rank = head.gather(scores).argmax(dim=1, keepdim=True)

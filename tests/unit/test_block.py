@@ -33,7 +33,8 @@ def test_a_block_is_an_anchor_and_masks_at_its_requests_next_slots() -> None:
 
 
 def test_the_anchor_row_proposes_nothing_and_ties_go_to_the_lowest_id() -> None:
-    head = VocabularyHead(torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0]]))
+    weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [9.0, 9.0]])  # the last is padding
+    head = VocabularyHead(lambda rows: rows @ weight.T, num_tokens=3)
     hidden = torch.tensor([[[0.0, 9.0], [1.0, 0.0], [0.0, 1.0]]])
     assert propose_greedy(hidden, head).tolist() == [[0, 1]]
 
@@ -42,7 +43,7 @@ def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 4, generator=generator).round()  # rounded: ties between shards
     hidden = torch.randn(5, 4, 4, generator=generator).round()
-    whole = propose_greedy(hidden, VocabularyHead(weight))
+    whole = propose_greedy(hidden, VocabularyHead(lambda rows: rows @ weight.T, 12))
     rows = hidden[:, 1:].reshape(-1, 4)
     shards = [(rows @ part.T).max(dim=-1, keepdim=True) for part in weight.chunk(3)]
     gathered = iter(
@@ -51,7 +52,9 @@ def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
             torch.cat([s.indices + 4 * rank for rank, s in enumerate(shards)], dim=1),
         ]
     )
-    head = VocabularyHead(weight.chunk(3)[1], 4, gather=lambda _: next(gathered))
+    head = VocabularyHead(
+        lambda rows: rows @ weight.chunk(3)[1].T, 4, 4, gather=lambda _: next(gathered)
+    )
     assert propose_greedy(hidden, head).tolist() == whole.tolist()
 
 
