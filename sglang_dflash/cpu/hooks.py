@@ -15,6 +15,8 @@ from sglang_dflash.cpu.operators import softcap_logits
 
 __all__ = ["HOOKS"]
 
+_FREE_MEMORY_SHARE = 0.5
+
 
 def _use_rank_cpus(result: str | None, **_: Any) -> str | None:
     """Keep this rank's threads on the cores SGLang worked out for it (it binds only with AMX).
@@ -46,11 +48,19 @@ def _last_slots(
     return get_last_loc_torch(req_to_token, req_pool_indices, prefix_lens)
 
 
-def _share_of_memory(original: Callable[..., int], self: Any, pre_model_load_memory: int) -> int:
-    """Return this rank's share of the host's free memory: all ranks see the same one."""
-    from sglang.srt.runtime_context import get_parallel
+def _share_of_memory(original: Callable[..., int], self: Any, pre_model_load_memory: float) -> int:
+    """Return the bytes this rank's K/V pool may take: all ranks see the same free memory.
 
-    return original(self, pre_model_load_memory) // get_parallel().world_group.world_size
+    The server shares the host with other programs, so without a user's --mem-fraction-static the
+    pools together take at most half of what is free beside the weights.
+    """
+    from sglang.srt.runtime_context import get_parallel, get_schedule, get_server_args
+
+    budget = original(self, pre_model_load_memory)
+    if get_server_args()._raw_input.get("mem_fraction_static") is None:
+        reserve = pre_model_load_memory * (1 - get_schedule().mem_fraction_static)  # GiB
+        budget = min(budget, int((budget + reserve * 2**30) * _FREE_MEMORY_SHARE))
+    return budget // get_parallel().world_group.world_size
 
 
 def _repack(result: Any, updater: Any, *_: Any, **__: Any) -> Any:

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 
@@ -20,6 +22,24 @@ class CpuMHATokenToKVPool(MHATokenToKVPool):
     def _init_kv_copy_and_warmup(self) -> None:
         """Skip the Triton copy kernel's set-up; `move_kv_cache` needs none here."""
         self._kv_copy_config = None
+
+    def _create_buffers_normal(self) -> None:
+        """Make the pools of memory that the host hands out page by page, on first use.
+
+        `torch.zeros` would write all of it at start-up: seconds, and memory that a small load
+        never needs.
+
+        Raises:
+            ValueError: a layout only GPU kernels read.
+        """
+        if self.kv_cache_layout != "nhd":
+            raise ValueError(
+                f"K/V cache layout {self.kv_cache_layout}: the CPU platform reads nhd only; "
+                "unset SGLANG_USE_HND_KVCACHE."
+            )
+        k_shape, v_shape = self._kv_buffer_shapes()
+        self.k_buffer = [_lazy_zeros(k_shape, self.store_dtype) for _ in range(self.layer_num)]
+        self.v_buffer = [_lazy_zeros(v_shape, self.store_dtype) for _ in range(self.layer_num)]
 
     def set_kv_buffer(
         self,
@@ -82,6 +102,12 @@ class CpuMHATokenToKVPool(MHATokenToKVPool):
         target, source = tgt_loc.reshape(-1).long(), src_loc.reshape(-1).long()
         for buffer in (*self.k_buffer, *self.v_buffer):
             buffer.index_copy_(0, target, buffer.index_select(0, source))
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return zeros of `shape` whose pages are not yet in memory (NumPy allocates with calloc)."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
 
 
 def _ragged_positions(start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

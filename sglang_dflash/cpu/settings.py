@@ -12,6 +12,7 @@ __all__ = ["BACKEND_NAME", "default_server_args", "rank_cpus", "thread_environme
 
 BACKEND_NAME = "dflash_sdpa"
 CHUNKED_PREFILL_TOKENS = 1024
+MAX_RUNNING_REQUESTS = 256  # SGLang's thousands cost a page table each and only queue here
 MEMORY_FRACTION = 0.5  # of the host's memory for weights and K/V: others live there too
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 
@@ -50,6 +51,8 @@ def default_server_args(server_args: Any) -> None:
     server_args.sleep_on_idle = True
     if raw.get("mem_fraction_static") is None:
         server_args.mem_fraction_static = MEMORY_FRACTION
+    if raw.get("max_running_requests") is None and raw.get("speculative_algorithm") is None:
+        server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if raw.get("chunked_prefill_size") is None:
         server_args.chunked_prefill_size = CHUNKED_PREFILL_TOKENS
 
