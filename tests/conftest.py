@@ -3,6 +3,13 @@
 
 from __future__ import annotations
 
+import os
+
+# Inherited by the engines: one thread each, for several run on few cores, and a scheduler whose
+# books do not balance when it is idle dies of it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
+
 import hashlib
 import shutil
 import tempfile
