@@ -16,6 +16,8 @@ __all__ = ["main"]
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
+_DEMO_BLOCK = 4
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code.
@@ -64,7 +66,13 @@ def _add_demo(commands: argparse._SubParsersAction) -> None:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
     add("--target", metavar="MODEL", help="another target: a folder or a hub name")
     add("--draft", metavar="MODEL", help="another DFlash draft: a folder or a hub name")
-    add("--block-size", type=_block, metavar="B", help="default: the draft's")
+    add(
+        "--block-size",
+        type=_block,
+        metavar="B",
+        help=f"tokens of a block, anchor included; default: {_DEMO_BLOCK} with the bundled draft, "
+        "which accepts few beyond it, else the draft's own",
+    )
     add("--json", type=Path, metavar="FILE", help="also write the figures there")
     add("--verbose", action="store_true", help="show SGLang's log")
     demo.set_defaults(run=_demo)
@@ -114,7 +122,7 @@ def _demo(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int
         device=arguments.device,
         target=arguments.target,
         draft=arguments.draft,
-        block_size=arguments.block_size,
+        block_size=arguments.block_size or (None if arguments.draft else _DEMO_BLOCK),
         verbose=arguments.verbose,
     )
     try:
