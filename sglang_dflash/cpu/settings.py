@@ -13,7 +13,6 @@ __all__ = ["BACKEND_NAME", "default_server_args", "rank_cpus", "thread_environme
 BACKEND_NAME = "dflash_sdpa"
 CHUNKED_PREFILL_TOKENS = 1024
 MAX_RUNNING_REQUESTS = 256  # SGLang's thousands cost a page table each and only queue here
-MEMORY_FRACTION = 0.5  # of the host's memory for weights and K/V: others live there too
 KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "float32")
 
 # How long an idle OpenMP thread spins before it sleeps, in loops of some 10 ns. On a core of its
@@ -49,8 +48,6 @@ def default_server_args(server_args: Any) -> None:
     server_args.disable_custom_all_reduce = True
     # An idle scheduler would poll at full speed, on a core that another process computes with.
     server_args.sleep_on_idle = True
-    if raw.get("mem_fraction_static") is None:
-        server_args.mem_fraction_static = MEMORY_FRACTION
     if raw.get("max_running_requests") is None and raw.get("speculative_algorithm") is None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if raw.get("chunked_prefill_size") is None:
