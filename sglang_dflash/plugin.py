@@ -63,18 +63,25 @@ def worker_class(algorithm: str) -> None:
 
 def _register_hooks() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-    from sglang.srt.platforms import current_platform
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     register_resolution_hook("handle_speculative_decoding")(_resolve_arguments)
     HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
     HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
     HookRegistry.register(_ROW_WIDTH, _widen_rows, HookType.AROUND)
-    if type(current_platform).__module__ == _CPU_PLATFORM.partition(":")[0]:
-        from sglang_dflash.cpu.platform import cpu_hooks
+    for target, hook, kind in _cpu_hooks():
+        HookRegistry.register(target, hook, HookType(kind))
 
-        for target, hook, kind in cpu_hooks():
-            HookRegistry.register(target, hook, HookType(kind))
+
+def _cpu_hooks() -> list[tuple[str, Any, str]]:
+    """Return the CPU platform's hooks where it is active: (target, hook, kind)."""
+    from sglang.srt.platforms import current_platform
+
+    if type(current_platform).__module__ != _CPU_PLATFORM.partition(":")[0]:
+        return []
+    from sglang_dflash.cpu.platform import cpu_hooks
+
+    return cpu_hooks()
 
 
 def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -198,10 +205,11 @@ def _check_hooks() -> None:
     from sglang_dflash.errors import PluginConflict, SeamMoved
     from sglang_dflash.seams import TESTED_SGLANG, check
 
+    targets = [_CREATE_WORKER, _ADMISSION, _ROW_WIDTH, *(hook[0] for hook in _cpu_hooks())]
     problems = check()
     problems += [
         f"{target}: our hook is not applied"
-        for target in (_CREATE_WORKER, _ADMISSION, _ROW_WIDTH)
+        for target in targets
         if target not in HookRegistry._patched
     ]
     if problems:

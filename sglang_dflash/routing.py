@@ -48,10 +48,10 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
         "--speculative-draft-window-size": settings.speculative_draft_window_size is not None,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
         "--enable-lora": settings.enable_lora,
+        "--enable-strict-thinking": settings.enable_strict_thinking,
         "--enable-dp-attention": settings.enable_dp_attention,
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
-        "--speculative-draft-model-quantization": settings.speculative_draft_model_quantization
-        not in (None, "unquant"),
+        "--speculative-draft-model-quantization": _asks_for_quantised_draft(settings),
         "a target with recurrent state": target.has_recurrent_state,
     }
     names = [name for name, wanted in asked.items() if wanted]
@@ -61,6 +61,12 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
         settings.speculative_draft_model_path, settings.speculative_draft_model_revision
     )
     return unsupported_reason(read_config(folder), folder)
+
+
+def _asks_for_quantised_draft(settings: Any) -> bool:
+    # Where the user says nothing SGLang copies the target's --quantization; ours loads floats.
+    named = settings._speculative_draft_quantization_explicitly_set
+    return bool(named) and settings.speculative_draft_model_quantization != "unquant"
 
 
 def check_start(settings: Any, target: Target) -> None:

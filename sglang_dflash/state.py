@@ -10,6 +10,7 @@ from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
+from sglang.srt.utils.common import async_h2d
 
 __all__ = ["DFlashState", "reserved_lengths"]
 
@@ -91,9 +92,9 @@ class DFlashState(SpecInput):
             batch.req_to_token_pool,
             reqs=requests,
             req_pool_indices=batch.req_pool_indices,
-            cur_kv_lens=allocated_cpu.to(batch.device, non_blocking=True),
+            cur_kv_lens=async_h2d(allocated, dtype=torch.int32, device=batch.device),
             cur_kv_lens_cpu=allocated_cpu,
-            nxt_kv_lens=lengths_cpu.to(batch.device, non_blocking=True),
+            nxt_kv_lens=async_h2d(lengths, dtype=torch.int32, device=batch.device),
             nxt_kv_lens_cpu=lengths_cpu,
             num_needed_tokens=sum(lengths) - sum(allocated),
             batch=batch,

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import chain
 
 import torch
+from sglang.srt.layers.dp_attention import get_dp_tp_group
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -20,6 +22,8 @@ from sglang.srt.platforms import current_platform
 from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import __version__
 from sglang_dflash.draft.block import Block, BlockBuilder
@@ -52,6 +56,8 @@ class DFlashWorker(BaseSpecWorker):
         self.block_size = int(get_spec().speculative_num_draft_tokens)
         self.speculative_num_draft_tokens = self.block_size  # SGLang's metrics read it
         self._target_worker = target_worker
+        # One rank decides: a near-tie that ranks break differently would part them for good.
+        self._ranks = SpecTpSync(get_dp_tp_group())
         target = target_worker.model_runner
         config = served_draft_config()
         self._draft_worker = build_draft_worker(server_args, gpu_id, nccl_port, target_worker)
@@ -86,16 +92,18 @@ class DFlashWorker(BaseSpecWorker):
 
         At once, because the radix tree may adopt the slots as soon as this returns.
         """
+        self._wait_for_fused_hicache_load(batch)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
+        self._ranks.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
         output = result.logits_output
         features, output.hidden_states = output.hidden_states, None
         plan, result.kv_loc_plan = result.kv_loc_plan, None
-        self._draft.inject(features, _prompt_positions(batch).to(self.device), plan)
+        self._draft.inject(features, _prompt_positions(batch, self.device), plan)
         result.next_draft_input = DFlashState(bonus_tokens=result.next_token_ids.to(torch.int64))
         return result
 
@@ -111,19 +119,23 @@ class DFlashWorker(BaseSpecWorker):
         plan = self._plan_slots(batch, block)
         proposals = self._draft.propose(batch, block, plan)
         verified = verify_block(self._target_worker, batch, block, proposals, plan)
-        verdict = accept_greedy(proposals, verified.logits.argmax(dim=-1))
+        target_tokens = verified.logits.argmax(dim=-1)
+        self._ranks.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_tokens)
+        verdict = accept_greedy(proposals, target_tokens)
         new_seq_lens = prefix_lens + verdict.num_committed
         if on_publish is not None:
             on_publish(new_seq_lens)
         self._draft.inject(verified.features, block.positions.flatten(), plan)
         return GenerationBatchResult(
-            logits_output=verified.output,
+            logits_output=verified.result.logits_output,
             next_token_ids=verdict.tokens.flatten(),
             accept_lens=verdict.num_committed,
             new_seq_lens=new_seq_lens,
             next_draft_input=DFlashState(bonus_tokens=verdict.next_anchor),
             speculative_num_draft_tokens=self.block_size,
-            can_run_cuda_graph=verified.can_run_graph,
+            can_run_cuda_graph=verified.result.can_run_cuda_graph,
+            routed_experts_output=verified.result.routed_experts_output,
+            indexer_topk_output=verified.result.indexer_topk_output,
         )
 
     def _plan_slots(self, batch: ScheduleBatch, block: Block) -> KVLocPlan:
@@ -151,8 +163,8 @@ class DFlashWorker(BaseSpecWorker):
         return tuple(runner.attn_backend for runner in runners)
 
     def weight_update_runners(self) -> list:
-        """The draft's runner, for weight updates through the API."""
-        return [("draft", self._draft_worker.model_runner)]
+        """None: weight updates are the target's, whose tensors a strict draft would refuse."""
+        return []
 
     def alloc_memory_pool(
         self,
@@ -188,7 +200,11 @@ class DFlashWorker(BaseSpecWorker):
             )
 
 
-def _prompt_positions(batch: ScheduleBatch) -> torch.Tensor:
-    """Return [T] int64 on the host, the absolute position of each prompt row."""
+def _prompt_positions(batch: ScheduleBatch, device: torch.device | str) -> torch.Tensor:
+    """Return [T] int64, the absolute position of each prompt row.
+
+    Made of what the host knows: reading lengths from the device would wait for the prefill.
+    """
     spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
-    return torch.cat([torch.arange(start, start + length) for start, length in spans])
+    positions = [range(start, start + length) for start, length in spans]
+    return async_h2d(list(chain.from_iterable(positions)), dtype=torch.int64, device=device)

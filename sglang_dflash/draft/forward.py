@@ -75,10 +75,15 @@ def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
     """Return this rank's shard of the target's output head.
 
     Raises:
-        UnsupportedCheckpoint: the head carries added tokens apart.
+        UnsupportedCheckpoint: there is no such head, or it carries added tokens apart.
     """
-    head = target_model.lm_head
-    shard = head.shard_indices
+    head = getattr(target_model, "lm_head", None)
+    shard = getattr(head, "shard_indices", None)
+    if shard is None:
+        raise UnsupportedCheckpoint(
+            f"the target's class {type(target_model).__name__} has no lm_head that is split by "
+            "vocabulary, and the draft borrows one: set SGLANG_DFLASH_WORKER=upstream"
+        )
     if shard.num_added_elements:
         raise UnsupportedCheckpoint(
             f"the target's lm_head has {shard.num_added_elements} tokens added by LoRA adapters; "

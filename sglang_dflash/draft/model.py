@@ -267,6 +267,10 @@ class DFlashDraftModel(nn.Module):
                 loader(parameter, weight)
         self._stack_context_weights()
 
+    def post_load_weights(self) -> None:
+        """Finish a load that went past `load_weights`: dummy weights, sharded state."""
+        self._stack_context_weights()
+
     def _stack_context_weights(self) -> None:
         """Keep the K and V rows of all layers together, for one projection per injection."""
         attentions = [layer.self_attn for layer in self.layers]

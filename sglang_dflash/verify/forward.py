@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
@@ -23,14 +23,12 @@ class Verified(NamedTuple):
     Attributes:
         logits: [n, B, V] float32; row j is the law of the token after block row j.
         features: [n * B, K*H], context features of every row.
-        output: SGLang's own record of the forward, features taken out.
-        can_run_graph: whether a device graph served it.
+        result: SGLang's own record of the forward, features taken out.
     """
 
     logits: torch.Tensor
     features: torch.Tensor
-    output: LogitsProcessorOutput
-    can_run_graph: bool
+    result: GenerationBatchResult
 
 
 def verify_block(
@@ -66,4 +64,4 @@ def verify_block(
     # The features are consumed in this step: left in, they would be copied to the host with it.
     features, output.hidden_states = output.hidden_states, None
     logits = output.next_token_logits.view(n, block_size, -1)
-    return Verified(logits, features, output, result.can_run_cuda_graph)
+    return Verified(logits, features, result)

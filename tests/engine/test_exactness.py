@@ -208,6 +208,16 @@ def test_retracted_requests_end_as_if_never_retracted(
     assert answers == ask(served.engine, one_by_one)
 
 
+def test_a_weight_update_of_the_target_leaves_the_text_as_it_was(
+    served: Served, request: pytest.FixtureRequest
+) -> None:
+    pair = request.getfixturevalue(served.case.pair)
+    done, message = served.engine.update_weights_from_disk(str(pair.target))[:2]
+    assert done, message
+    workload, expected = served.plain["one request"]
+    assert ask(served.engine, workload) == expected
+
+
 def test_requests_that_cannot_be_exact_are_refused_by_name(served: Served) -> None:
     refused: Callable[..., Any] = served.engine.generate
     with pytest.raises(ValueError, match=r"temperature=0\.7"):
