@@ -79,6 +79,9 @@ def start(name: str, args: argparse.Namespace, target: Path, draft: Path) -> Chi
         if args.vllm_python is None:
             raise SystemExit("--engines vllm needs --vllm-python, an interpreter that has vLLM")
         python, script = args.vllm_python, "serve_vllm.py"
+        cores = sorted(os.sched_getaffinity(0))  # by itself it leaves one idle
+        environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}-{cores[-1]}")
+        environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         options = {
             "model": str(target), "dtype": args.dtype, "max_model_len": 2048,
             "enforce_eager": True, "seed": 0, "disable_log_stats": True,
