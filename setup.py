@@ -11,7 +11,7 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', (ROOT / "sglang_dflash/__init__.py").read_text(), re.MULTILINE
 ).group(1)
 
-DEMO = ["gguf>=0.17", "pip>=22.3", "tabulate>=0.9"]
+DEMO = ["gguf>=0.17", "pip>=25.1", "tabulate>=0.9"]
 TEST = [*DEMO, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "openai>=2", "ruff>=0.14"]
 BENCH = [*DEMO, "matplotlib>=3.9"]
 

@@ -72,7 +72,9 @@ class PackageIndex:
 
     def _page(self) -> bytes:
         digest = hashlib.sha256(METADATA).hexdigest()
-        link = f'<a href="/files/{WHEEL}" data-core-metadata="sha256={digest}">{WHEEL}</a>'
+        # Both names of PEP 714: pip before 23.3 knows the older one alone.
+        said = f'data-core-metadata="sha256={digest}" data-dist-info-metadata="sha256={digest}"'
+        link = f'<a href="/files/{WHEEL}" {said}>{WHEEL}</a>'
         return f"<!DOCTYPE html><html><body>{link}</body></html>".encode()
 
     @staticmethod
