@@ -98,10 +98,11 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
             "--speculative-algorithm DFLASH needs --speculative-draft-model-path, and got none: "
             "give the folder or Hub id of a DFlash draft made for the target"
         )
-    if _choose_upstream(server_args) is None:
+    target = _target(server_args)
+    if _choose_upstream(server_args, target) is None:
         from sglang_dflash.routing import check_start
 
-        check_start(settings, _target(server_args))
+        check_start(settings, target)
     previous(server_args)
 
 
@@ -110,7 +111,7 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     _check_hooks()
-    reason = _choose_upstream(server_args)
+    reason = _choose_upstream(server_args, _target(server_args))
     if reason is None:
         from sglang_dflash.worker import DFlashWorker
 
@@ -119,7 +120,7 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
     return original(algorithm, server_args)
 
 
-def _choose_upstream(server_args: Any) -> str | None:
+def _choose_upstream(server_args: Any, target: Any) -> str | None:
     """Return why SGLang's worker serves, or None; refuse where it could not.
 
     Raises:
@@ -133,7 +134,7 @@ def _choose_upstream(server_args: Any) -> str | None:
     from sglang_dflash.routing import upstream_reason
 
     settings = resolving_view(server_args)
-    reason = upstream_reason(settings, Options.from_env(os.environ), _target(server_args))
+    reason = upstream_reason(settings, Options.from_env(os.environ), target)
     if reason is None or not current_platform.is_out_of_tree():
         return reason
     if getattr(current_platform, "serves_upstream_worker", False):

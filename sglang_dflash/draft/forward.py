@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 import torch
@@ -30,8 +29,6 @@ from sglang_dflash.draft.proposer import VocabularyHead, propose_greedy
 from sglang_dflash.errors import UnsupportedCheckpoint
 
 __all__ = ["DraftForward", "build_draft_worker", "vocabulary_head"]
-
-logger = logging.getLogger(__name__)
 
 
 def build_draft_worker(
