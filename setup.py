@@ -12,7 +12,15 @@ VERSION = re.search(
 ).group(1)
 
 DEMO = ["gguf>=0.17", "pip>=25.1", "tabulate>=0.9"]
-TEST = [*DEMO, "pytest>=8", "pytest-timeout>=2.3", "hypothesis>=6", "openai>=2", "ruff>=0.14"]
+TEST = [
+    *DEMO,
+    "pytest>=8",
+    "pytest-timeout>=2.3",
+    "hypothesis>=6",
+    "jsonschema>=4",
+    "openai>=2",
+    "ruff>=0.14",
+]
 BENCH = [*DEMO, "matplotlib>=3.9"]
 
 setup(

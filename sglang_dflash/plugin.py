@@ -7,6 +7,7 @@ check themselves when a server that asks for DFLASH starts, where an exception s
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import sys
@@ -22,6 +23,8 @@ _PLUGIN_NAME = "dflash"
 _CPU_PLATFORM = "sglang_dflash.cpu.platform:CpuPlatform"
 _CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_worker"
 _ADMISSION = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
+_SEEDED_DRAW = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
+_PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.apply"
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
@@ -69,6 +72,8 @@ def _register_hooks() -> None:
     HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
     HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
     HookRegistry.register(_ROW_WIDTH, _widen_rows, HookType.AROUND)
+    HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
+    HookRegistry.register(_PENALTIES, _penalise_in_order, HookType.AROUND)
     for target, hook, kind in _cpu_hooks():
         HookRegistry.register(target, hook, HookType(kind))
 
@@ -165,10 +170,37 @@ def _target(server_args: Any) -> Any:
 def _admit(original: Callable[..., str | None], req: Any, enable_overlap: bool) -> str | None:
     """Refuse, when it arrives, a request that our worker could not answer exactly."""
     if _serves_here():
+        from sglang.srt.runtime_context import get_exec
+
         from sglang_dflash.admission import refusal
 
-        return refusal(req)
+        deterministic = get_exec().deterministic.enable_deterministic_inference
+        message = refusal(req, deterministic=deterministic)
+        if message is not None:
+            _disarm(req)
+        return message
     return original(req, enable_overlap)
+
+
+def _disarm(req: Any) -> None:
+    """Take from a refused request what it was refused for: SGLang yet runs it for a token."""
+    req.sampling_params = copy.copy(req.sampling_params)
+    req.sampling_params.min_p = 0.0
+    req.return_hidden_states = req.return_sampling_mask = False
+
+
+def _draw_by_request(original: Callable[..., Any], sampler: Any, *args: Any) -> Any:
+    """Make a seeded request's text independent of its batch mates, with and without DFLASH."""
+    from sglang_dflash.corrections import draw_by_request
+
+    return draw_by_request(original, sampler, *args)
+
+
+def _penalise_in_order(original: Callable[..., None], *args: Any) -> None:
+    """Make the order of penalties the same in every process, with and without DFLASH."""
+    from sglang_dflash.corrections import penalise_in_order
+
+    penalise_in_order(original, *args)
 
 
 def _widen_rows(original: Callable[[], int]) -> int:
@@ -206,7 +238,8 @@ def _check_hooks() -> None:
     from sglang_dflash.errors import PluginConflict, SeamMoved
     from sglang_dflash.seams import TESTED_SGLANG, check
 
-    targets = [_CREATE_WORKER, _ADMISSION, _ROW_WIDTH, *(hook[0] for hook in _cpu_hooks())]
+    targets = [_CREATE_WORKER, _ADMISSION, _ROW_WIDTH, _SEEDED_DRAW, _PENALTIES]
+    targets += [hook[0] for hook in _cpu_hooks()]
     problems = check()
     problems += [
         f"{target}: our hook is not applied"

@@ -77,9 +77,15 @@ def check_start(settings: Any, target: Target) -> None:
         target: what the draft must fit.
 
     Raises:
+        ValueError: an option that changes what is drawn and that DFLASH does not honour.
         UnsupportedCheckpoint: the path holds no draft that agrees with its own config and with the
             target, or the block size is impossible.
     """
+    if settings.enable_watermark:
+        raise ValueError(
+            "--enable-watermark: DFLASH verifies without SGLang's watermark, so texts would lack "
+            "it. Serve without the option, or without --speculative-algorithm."
+        )
     path = settings.speculative_draft_model_path
     config = check_checkpoint(path, settings.speculative_draft_model_revision)
     stated = (settings.speculative_num_draft_tokens, settings.speculative_dflash_block_size)

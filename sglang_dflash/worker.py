@@ -31,7 +31,8 @@ from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.draft.forward import DraftForward, build_draft_worker
 from sglang_dflash.draft.model import served_draft_config
 from sglang_dflash.state import DFlashState
-from sglang_dflash.verify.accept import accept_greedy
+from sglang_dflash.verify.constraints import Constraints
+from sglang_dflash.verify.decide import Decider, sampling_of
 from sglang_dflash.verify.forward import verify_block
 
 __all__ = ["DFlashWorker"]
@@ -56,9 +57,9 @@ class DFlashWorker(BaseSpecWorker):
         self.block_size = int(get_spec().speculative_num_draft_tokens)
         self.speculative_num_draft_tokens = self.block_size  # SGLang's metrics read it
         self._target_worker = target_worker
-        # One rank decides: a near-tie that ranks break differently would part them for good.
-        self._ranks = SpecTpSync(get_dp_tp_group())
         target = target_worker.model_runner
+        self._ranks = SpecTpSync(get_dp_tp_group())
+        self._decider = Decider(target.sampler, self._ranks)
         config = served_draft_config()
         self._draft_worker = build_draft_worker(server_args, gpu_id, nccl_port, target_worker)
         self._draft = DraftForward(self._draft_worker, target.model, self.block_size)
@@ -79,24 +80,31 @@ class DFlashWorker(BaseSpecWorker):
         Args:
             batch: the scheduler's batch; the scheduler restores what the step changes in it.
             on_publish: takes the new lengths [n] as soon as they are known (overlap scheduling).
-            grammar_barrier: unused, requests with a grammar are refused at admission.
+            grammar_barrier: makes the grammars know what the previous step committed.
             pp_proxy_tensors: unused, pipeline parallelism is refused at start-up.
         """
         with torch.inference_mode():
             if batch.forward_mode.is_extend():
-                return self._prefill(batch, on_publish)
-            return self._decode(batch, on_publish)
+                return self._prefill(batch, on_publish, grammar_barrier)
+            return self._decode(batch, on_publish, grammar_barrier)
 
-    def _prefill(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
+    def _prefill(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish | None,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> GenerationBatchResult:
         """Run the target over prompt rows and inject their context at once.
 
         At once, because the radix tree may adopt the slots as soon as this returns.
         """
         self._wait_for_fused_hicache_load(batch)
+        self._constraints.admit(batch, grammar_barrier)
         result = self._target_worker.forward_batch_generation(
             batch, capture_hidden_mode=CaptureHiddenMode.FULL, return_kv_loc_plan=True
         )
         self._ranks.sync(SpecTpSyncSite.DFLASH_TARGET, result.next_token_ids)
+        self._constraints.count_first(batch, result.next_token_ids)
         result.new_seq_lens = batch.seq_lens
         if on_publish is not None:
             on_publish(batch.seq_lens)
@@ -107,8 +115,13 @@ class DFlashWorker(BaseSpecWorker):
         result.next_draft_input = DFlashState(bonus_tokens=result.next_token_ids.to(torch.int64))
         return result
 
-    def _decode(self, batch: ScheduleBatch, on_publish: Publish | None) -> GenerationBatchResult:
-        """Block, propose, verify, accept, publish, inject."""
+    def _decode(
+        self,
+        batch: ScheduleBatch,
+        on_publish: Publish | None,
+        grammar_barrier: Callable[[], None] | None,
+    ) -> GenerationBatchResult:
+        """Block, propose, verify, constrain, decide, publish, inject."""
         prefix_lens = batch.seq_lens
         block = self._blocks.build(
             batch.spec_info.bonus_tokens,
@@ -117,11 +130,13 @@ class DFlashWorker(BaseSpecWorker):
             self._target_worker.model_runner.req_to_token_pool.req_to_token,
         )
         plan = self._plan_slots(batch, block)
-        proposals = self._draft.propose(batch, block, plan)
-        verified = verify_block(self._target_worker, batch, block, proposals, plan)
-        target_tokens = verified.logits.argmax(dim=-1)
-        self._ranks.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, target_tokens)
-        verdict = accept_greedy(proposals, target_tokens)
+        proposal = self._draft.propose(batch, block, plan, sampling_of(batch.sampling_info))
+        self._ranks.sync(SpecTpSyncSite.DFLASH_SELECTOR, proposal.tokens)
+        chain = self._constraints.chain(batch, block, proposal.tokens)
+        verified = verify_block(self._target_worker, batch, block, proposal.tokens, plan)
+        self._constraints.apply(batch, verified.logits, proposal.tokens, chain, grammar_barrier)
+        verdict = self._decider.decide(batch, block, proposal, verified)
+        self._constraints.count(batch, verdict)
         new_seq_lens = prefix_lens + verdict.num_committed
         if on_publish is not None:
             on_publish(new_seq_lens)
@@ -177,6 +192,9 @@ class DFlashWorker(BaseSpecWorker):
         self._blocks = BlockBuilder(
             self.block_size, self._mask_token_id, req_to_token_pool.size, self.device
         )
+        rows = req_to_token_pool.req_to_token.shape[0]
+        vocab_size = self._target_worker.model_runner.model_config.vocab_size
+        self._constraints = Constraints(rows, vocab_size, self.device)
 
     def init_cuda_graphs(self) -> None:
         """Capture the draft's graph where the platform has graphs and they are on."""

@@ -12,6 +12,7 @@ import torch
 from sglang_dflash.cpu.linear import repack_linear_layers
 from sglang_dflash.cpu.memory import assign_req_to_token_pool
 from sglang_dflash.cpu.operators import softcap_logits
+from sglang_dflash.noise import murmur_hash32
 
 __all__ = ["HOOKS"]
 
@@ -69,6 +70,14 @@ def _repack(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
     return result
 
 
+def _keep_operators(runner: Any) -> None:
+    """Leave torch's operators as they are: SGLang's batch-invariant ones are Triton kernels.
+
+    So --enable-deterministic-inference gives seeded draws on a CPU, on logits whose last bits may
+    still depend on the batch.
+    """
+
+
 _UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 
 HOOKS: list[tuple[str, Any, str]] = [
@@ -79,6 +88,12 @@ HOOKS: list[tuple[str, Any, str]] = [
     ),
     ("sglang.kernels.ops.activation.softcap._softcap_logits", softcap_logits, "replace"),
     ("sglang.srt.mem_cache.allocation.get_last_loc", _last_slots, "replace"),
+    ("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur_hash32, "replace"),
+    (
+        "sglang.srt.model_executor.model_runner.ModelRunner.maybe_enable_batch_invariant_mode",
+        _keep_operators,
+        "replace",
+    ),
     ("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", _use_rank_cpus, "after"),
     (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",

@@ -31,6 +31,14 @@ class CpuPlatform(SRTPlatform):
         for known, add in (
             (choices.ATTENTION_BACKEND_CHOICES, choices.add_attention_backend_choices),
             (choices.DRAFT_ATTENTION_BACKEND_CHOICES, choices.add_draft_attention_backend_choices),
+            (
+                choices.DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+                choices.add_deterministic_attention_backend_choices,
+            ),
+            (
+                choices.RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+                choices.add_radix_supported_deterministic_attention_backend_choices,
+            ),
         ):
             if BACKEND_NAME not in known:
                 add([BACKEND_NAME])
@@ -96,6 +104,8 @@ class CpuPlatform(SRTPlatform):
         from sglang_dflash.cpu.attention import create_backend
         from sglang_dflash.cpu.operators import OPERATORS
 
+        # SGLang compiles parts of its sampler, which would ask for a C++ compiler here.
+        torch.compiler.set_stance("force_eager")
         register_attention_backend(BACKEND_NAME)(create_backend)
         for operator, forward in OPERATORS:
             BaseFusedOp.register_oot_forward(operator, forward, self.get_dispatch_key_name())

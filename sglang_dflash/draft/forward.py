@@ -25,7 +25,13 @@ from torch import nn
 
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.model import DFlashDraftModel
-from sglang_dflash.draft.proposer import VocabularyHead, propose_greedy
+from sglang_dflash.draft.proposer import (
+    Proposal,
+    Sampling,
+    VocabularyHead,
+    propose_greedy,
+    propose_sampled,
+)
 from sglang_dflash.errors import UnsupportedCheckpoint
 
 __all__ = ["DraftForward", "build_draft_worker", "vocabulary_head"]
@@ -115,15 +121,20 @@ class DraftForward:
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
 
-    def propose(self, batch: ScheduleBatch, block: Block, plan: KVLocPlan) -> torch.Tensor:
-        """Return [n, B-1] int64 proposals for the mask rows of `block`.
+    def propose(
+        self, batch: ScheduleBatch, block: Block, plan: KVLocPlan, sampling: Sampling | None
+    ) -> Proposal:
+        """Return proposals for the mask rows of `block`: the best tokens, or drawn where sampled.
 
         Writes the block's own K/V into the draft pool; `inject` overwrites it with the context's.
         """
         n = block.ids.shape[0]
         forward_batch = self._forward_batch(batch, block, plan)
         output = self._runner.forward(forward_batch).logits_output.hidden_states
-        return propose_greedy(output.view(n, self._block_size, -1), self._head)
+        hidden = output.view(n, self._block_size, -1)
+        if sampling is None:
+            return Proposal(propose_greedy(hidden, self._head))
+        return propose_sampled(hidden, self._head, sampling, block.positions)
 
     def inject(self, features: torch.Tensor, positions: torch.Tensor, plan: KVLocPlan) -> None:
         """Turn context features [M, K*H] at `positions` [M] into the draft's K/V.

@@ -5,10 +5,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["VocabularyHead", "propose_greedy"]
+from sglang_dflash.noise import gumbel
+from sglang_dflash.verify.accept import DraftProbs
+
+__all__ = ["Proposal", "Sampling", "VocabularyHead", "propose_greedy", "propose_sampled"]
+
+# The draft's law is cut to this many tokens: what is proposed beyond them is hardly ever accepted.
+_SUPPORT = 32
+
+
+class Proposal(NamedTuple):
+    """What the draft proposes for the mask rows of n blocks.
+
+    Attributes:
+        tokens: [n, B-1] int64.
+        draft_probs: the law each was drawn from; None for point masses.
+    """
+
+    tokens: torch.Tensor
+    draft_probs: DraftProbs | None = None
+
+
+class Sampling(NamedTuple):
+    """How n requests are sampled, as far as a draft does well to know it.
+
+    Attributes:
+        temperatures: [n, 1] float32.
+        top_ks: [n] int32; 1 is greedy.
+        top_ps: [n] float32.
+        seeds: [n] int64, or None where seeds are not honoured.
+        by_rank: [n] bool, whether a seeded draw is over ranks: where top-k or top-p cuts.
+    """
+
+    temperatures: torch.Tensor
+    top_ks: torch.Tensor
+    top_ps: torch.Tensor
+    seeds: torch.Tensor | None = None
+    by_rank: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -19,13 +56,33 @@ class VocabularyHead:
         project: hidden rows [R, H] -> logits [R, local vocabulary and padding].
         num_tokens: rows of the shard that are tokens; padding follows them.
         first_token_id: the vocabulary id of its first row.
-        gather: concatenates a [rows, 1] tensor of every rank along dim 1; None on one rank.
+        gather: concatenates a [rows, k] tensor of every rank along dim 1; None on one rank.
     """
 
     project: Callable[[torch.Tensor], torch.Tensor]
     num_tokens: int
     first_token_id: int = 0
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+    def best(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the `count` largest logits of each row and their tokens, best first.
+
+        Args:
+            hidden: [n, B, H], the draft's output for whole blocks; row 0 (the anchor) predicts
+                nothing.
+            count: how many, at most the vocabulary.
+
+        Returns:
+            [R, count] scores and [R, count] int64 token ids, R = n * (B-1).
+        """
+        rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
+        logits = self.project(rows)[:, : self.num_tokens]
+        scores, tokens = logits.topk(min(count, self.num_tokens), dim=-1)
+        tokens = tokens + self.first_token_id
+        if self.gather is None:
+            return scores, tokens
+        scores, order = self.gather(scores).topk(count, dim=-1)
+        return scores, self.gather(tokens).gather(1, order)
 
 
 def propose_greedy(hidden: torch.Tensor, head: VocabularyHead) -> torch.Tensor:
@@ -47,3 +104,54 @@ def propose_greedy(hidden: torch.Tensor, head: VocabularyHead) -> torch.Tensor:
         best_rank = head.gather(scores).argmax(dim=1, keepdim=True)
         tokens = head.gather(tokens).gather(1, best_rank)
     return tokens.view(hidden.shape[0], -1)
+
+
+def propose_sampled(
+    hidden: torch.Tensor, head: VocabularyHead, sampling: Sampling, positions: torch.Tensor
+) -> Proposal:
+    """Return proposals drawn from the draft's law, for requests that are sampled.
+
+    Seeded requests are drawn with the very noise of the target's draw at that place, so that where
+    the two laws are near, so are the draws (Daliri, Musco, Suresh 2024); others with fresh noise.
+    A greedy request's law is its best token.
+
+    Args:
+        hidden: [n, B, H], the draft's output for the whole block.
+        head: the target's output head.
+        sampling: how each request is sampled.
+        positions: [n, B] int64, the place of each row.
+    """
+    n, num_proposals = hidden.shape[0], hidden.shape[1] - 1
+    scores, tokens = head.best(hidden, _SUPPORT)
+    scores, tokens = scores.view(n, num_proposals, -1), tokens.view(n, num_proposals, -1)
+    probs = torch.softmax(scores.float() / sampling.temperatures.unsqueeze(2), dim=-1)
+    probs = _cut(probs, sampling)
+    if sampling.seeds is None:
+        noise = -torch.empty_like(probs).exponential_().log_()
+    else:
+        noise = _shared_noise(tokens, sampling, positions)
+    best = (probs.log() + noise).argmax(-1, keepdim=True)
+    proposals = tokens.gather(2, best).squeeze(2)
+    return Proposal(proposals, DraftProbs(tokens, probs))
+
+
+def _cut(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Cut the draft's law ([n, B-1, C], best first) as the request cuts the target's."""
+    ranks = torch.arange(probs.shape[2], device=probs.device)
+    cut = ranks >= sampling.top_ks[:, None, None]
+    cut = cut | (probs.cumsum(-1) - probs > sampling.top_ps[:, None, None])
+    probs = probs.masked_fill(cut, 0.0)
+    return probs / probs.sum(-1, keepdim=True)
+
+
+def _shared_noise(
+    tokens: torch.Tensor, sampling: Sampling, positions: torch.Tensor
+) -> torch.Tensor:
+    """Return [n, B-1, C] float64, the noise of the target's own draw for each candidate."""
+    _, num_proposals, width = tokens.shape
+    # The token of mask row j is drawn by the target at row j - 1.
+    places = positions[:, :-1].flatten()
+    seeds = sampling.seeds.repeat_interleave(num_proposals)
+    ranks = torch.arange(width, device=tokens.device)
+    columns = torch.where(sampling.by_rank[:, None, None], ranks, tokens)
+    return gumbel(seeds, places, columns.flatten(0, 1)).view_as(tokens)

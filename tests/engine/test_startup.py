@@ -163,6 +163,11 @@ def test_an_option_only_sglangs_worker_has_is_refused_by_name(llama_pair: Pair) 
         start(llama_pair, llama_pair.draft, "--speculative-draft-window-size", "64")
 
 
+def test_a_watermark_is_refused(llama_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="--enable-watermark: DFLASH verifies without"):
+        start(llama_pair, llama_pair.draft, "--enable-watermark")
+
+
 def test_an_attention_backend_that_needs_cuda_is_refused(llama_pair: Pair) -> None:
     with pytest.raises(ValueError, match="--attention-backend flashinfer"):
         start(llama_pair, llama_pair.draft, "--attention-backend", "flashinfer")

@@ -9,8 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from options import greedy_requests, seeded_requests
 
-__all__ = ["Answer", "Engine", "Workload", "ask", "dependent_workloads", "flush", "plain_workloads"]
+__all__ = [
+    "Answer",
+    "Engine",
+    "Workload",
+    "ask",
+    "dependent_workloads",
+    "flush",
+    "option_workloads",
+    "plain_workloads",
+]
 
 Engine = Any  # sglang.Engine, imported only where an engine starts
 
@@ -31,7 +41,8 @@ class Workload:
 
     Attributes:
         name: for the test's name.
-        rounds: each a list of (prompt token ids, sampling parameters).
+        rounds: each a list of (prompt token ids, sampling parameters); a custom processor stands
+            among the parameters.
         flush: whether the radix cache is emptied before it.
     """
 
@@ -54,9 +65,12 @@ def ask(engine: Engine, workload: Workload) -> list[Answer]:
         flush(engine)
     answers = []
     for requests in workload.rounds:
+        params = [{"temperature": 0, **params} for _, params in requests]
+        processors = [each.pop("custom_logit_processor", None) for each in params]
         outputs = engine.generate(
             input_ids=[prompt for prompt, _ in requests],
-            sampling_params=[{"temperature": 0, **params} for _, params in requests],
+            sampling_params=params,
+            custom_logit_processor=processors if any(processors) else None,
         )
         answers += [as_answer(output) for output in outputs]
     return answers
@@ -136,3 +150,24 @@ def dependent_workloads(
             [[(prompt(context - left, 500 + left), limit) for left in (7, 8, 9, 12, 17, 40)]],
         ),
     ]
+
+
+def option_workloads(
+    prompt: Callable[[int, int], list[int]], answers: list[Answer], *, real_text: bool
+) -> list[Workload]:
+    """Return workloads with every sampling option, greedy and seeded, in batches that mix them.
+
+    Args:
+        prompt: (length, seed) -> token ids.
+        answers: some that plain decoding gave, for tokens that are likely.
+        real_text: whether the vocabulary is that of a real model: a part of the product must do.
+    """
+    tokens = torch.tensor([token for answer in answers for token in answer.tokens])
+    common, counts = tokens.unique(return_counts=True)
+    likely = common[counts.argsort(descending=True)].tolist()
+    greedy = greedy_requests(prompt, likely[:2], likely)
+    seeded = seeded_requests(prompt, likely[:2])
+    if real_text:
+        greedy, seeded = greedy[: len(greedy) // 2], seeded[:32]
+    rounds = [seeded[start : start + 24] for start in range(0, len(seeded), 24)]
+    return [Workload("greedy options", [greedy]), Workload("seeded options", rounds)]

@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import openai
 import pytest
 from pairs import Pair
@@ -19,6 +22,40 @@ from pairs import Pair
 pytestmark = pytest.mark.slow
 
 QUESTION = "Name three colours of the rainbow."
+
+
+# The schemas alone bound the length, not how much white space a small model likes.
+JSON_FLAGS = ["--constrained-json-disable-any-whitespace"]
+SUBJECTS = ["a river", "an old car", "a violin", "bread", "the moon"]
+SCHEMAS: list[dict[str, Any]] = [
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "size": {"enum": ["small", "middling", "large"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["name", "size", "count"],
+        "additionalProperties": False,
+    },
+    {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 2, "maxItems": 4},
+    {
+        "type": "object",
+        "properties": {
+            "known": {"type": "boolean"},
+            "place": {
+                "type": "object",
+                "properties": {"x": {"type": "integer", "minimum": -9, "maximum": 9}},
+                "required": ["x"],
+                "additionalProperties": False,
+            },
+        },
+        "required": ["known", "place"],
+        "additionalProperties": False,
+    },
+    {"type": "string", "pattern": "^[A-Z][a-z]{2,8}$"},
+    {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 100, "maximum": 200}]},
+]
 
 
 class Server:
@@ -80,13 +117,41 @@ def conversation(server: Server) -> list[str]:
     return [first, second, raw.choices[0].text]
 
 
+def structured(server: Server, temperature: float) -> list[str]:
+    """Return what the server writes about each subject in each schema, all asked for at once."""
+
+    def ask(subject: str, schema: dict[str, Any]) -> str:
+        reply = server.client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": f"Describe {subject} in JSON."}],
+            temperature=temperature,
+            max_tokens=64,
+            response_format={
+                "type": "json_schema", "json_schema": {"name": "it", "schema": schema}
+            },
+        )  # fmt: skip
+        return reply.choices[0].message.content
+
+    with ThreadPoolExecutor(max_workers=8) as pool:
+        pairs = [(subject, schema) for schema in SCHEMAS for subject in SUBJECTS]
+        return list(pool.map(ask, *zip(*pairs, strict=True)))
+
+
 @pytest.fixture(scope="module")
-def plain_answers(smollm2_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the server says without speculation."""
-    server = launch(smollm2_pair, tmp_path_factory.mktemp("plain") / "log")
-    answers = conversation(server)
+def plain(
+    smollm2_pair: Pair, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[str], list[str]]:
+    """What the server says without speculation: freely, and in the schemas."""
+    server = launch(smollm2_pair, tmp_path_factory.mktemp("plain") / "log", *JSON_FLAGS)
+    answers = conversation(server), structured(server, temperature=0)
     stop(server)
     return answers
+
+
+@pytest.fixture(scope="module")
+def plain_answers(plain: tuple[list[str], list[str]]) -> list[str]:
+    """What the server says without speculation, freely."""
+    return plain[0]
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +163,7 @@ def server(
         smollm2_pair, tmp_path_factory.mktemp("dflash") / "log",
         "--speculative-algorithm", "DFLASH",
         "--speculative-draft-model-path", str(smollm2_pair.draft), "--enable-metrics",
+        "--enable-return-hidden-states", *JSON_FLAGS,
     )  # fmt: skip
     yield started
     stop(started)
@@ -153,14 +219,20 @@ def test_metrics_tell_acceptance(server: Server) -> None:
     assert max(values) > 1
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_answers_are_valid_and_those_of_plain_decoding(
+    server: Server, plain: tuple[list[str], list[str]], temperature: float
+) -> None:
+    answers = structured(server, temperature)
+    schemas = [schema for schema in SCHEMAS for _ in SUBJECTS]
+    for answer, schema in zip(answers, schemas, strict=True):
+        jsonschema.validate(json.loads(answer), schema)
+    if temperature == 0:
+        assert answers == plain[1]
+
+
 @pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"temperature": 0.7}, "temperature=0.7"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
-        ({"logprobs": True}, "logprobs"),
-        ({"response_format": {"type": "json_object"}}, "json_schema"),
-    ],
+    ("options", "name"), [({"extra_body": {"return_hidden_states": True}}, "return_hidden_states")]
 )
 def test_a_refused_request_is_told_why_and_the_server_goes_on(
     server: Server, plain_answers: list[str], options: dict[str, Any], name: str

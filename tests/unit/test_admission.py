@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import pytest
 
@@ -17,16 +16,7 @@ class Params:
     """The fields of SGLang's SamplingParams that are read, at their defaults when greedy."""
 
     top_k: int = 1
-    temperature: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
-    logit_bias: dict | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
+    min_p: float = 0.0
     beam_width: int | None = None
 
 
@@ -35,57 +25,30 @@ class Request:
     """The fields of SGLang's Req that are read."""
 
     sampling_params: Params = dataclasses.field(default_factory=Params)
-    custom_logit_processor: str | None = None
-    return_logprob: bool = False
     return_hidden_states: bool = False
     return_sampling_mask: bool = False
 
 
-def test_a_greedy_request_is_served() -> None:
-    assert refusal(Request()) is None
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_greedy_and_sampled_requests_are_served(deterministic: bool) -> None:
+    assert refusal(Request(), deterministic=deterministic) is None
+    assert refusal(Request(Params(top_k=1 << 30)), deterministic=deterministic) is None
 
 
-@pytest.mark.parametrize(
-    ("params", "name"),
-    [
-        ({"top_k": 20, "temperature": 0.7}, "temperature=0.7"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty=0.5"),
-        ({"presence_penalty": -1.0}, "presence_penalty=-1"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1"),
-        ({"min_new_tokens": 4}, "min_new_tokens=4"),
-        ({"logit_bias": {"3": 1.0}}, "logit_bias"),
-        ({"json_schema": "{}"}, "json_schema"),
-        ({"regex": "a+"}, "regex"),
-        ({"ebnf": "root ::= 'a'"}, "ebnf"),
-        ({"structural_tag": "{}"}, "structural_tag"),
-        ({"beam_width": 4}, "beam_width=4"),
-    ],
-)
-def test_a_sampling_option_is_refused_by_name(params: dict[str, Any], name: str) -> None:
-    message = refusal(Request(Params(**params)))
+def test_min_p_is_served_where_nothing_is_seeded() -> None:
+    request = Request(Params(top_k=1 << 30, min_p=0.1))
+    assert refusal(request, deterministic=False) is None
+    message = refusal(request, deterministic=True)
     assert message is not None
-    assert f"asks for {name}." in message
+    assert message.startswith("min_p=0.1: ")
+    assert "--enable-deterministic-inference" in message
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "name"),
-    [
-        ("custom_logit_processor", "x", "custom_logit_processor"),
-        ("return_logprob", True, "logprobs"),
-        ("return_hidden_states", True, "return_hidden_states"),
-        ("return_sampling_mask", True, "return_sampling_mask"),
-    ],
-)
-def test_a_request_option_is_refused_by_name(field: str, value: Any, name: str) -> None:
-    message = refusal(Request(**{field: value}))
+def test_all_that_is_not_served_is_named_at_once() -> None:
+    request = Request(Params(beam_width=4), return_hidden_states=True, return_sampling_mask=True)
+    message = refusal(request, deterministic=False)
     assert message is not None
-    assert name in message
-
-
-def test_all_reasons_are_named_at_once() -> None:
-    message = refusal(Request(Params(top_k=5, min_new_tokens=2), return_logprob=True))
-    assert message is not None
-    assert "temperature=1, min_new_tokens=2, logprobs" in message
+    assert "beam_width=4, return_hidden_states, return_sampling_mask" in message
 
 
 def test_options_are_read_from_the_environment() -> None:

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom logit processors, each row of a block with the request as it stands there.
+
+SGLang hands a processor the request itself (`custom_params["__req__"]`), whose output the host
+knows one step late and without the block's tokens. A view of the request completes it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
+from sglang.srt.utils.common import async_d2h
+
+__all__ = ["CustomProcessors", "needs_history"]
+
+_REQUEST = "__req__"
+
+
+class RequestAt:
+    """A request with the output it has at one row of a block; all else is the request's own."""
+
+    def __init__(self, request: Req, output_ids: list[int]) -> None:
+        self._request = request
+        self.output_ids = output_ids
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the request's attribute."""
+        return getattr(self._request, name)
+
+
+class _Step(NamedTuple):
+    """What the latest step committed, on its way to the host."""
+
+    rids: list[str]
+    tokens: torch.Tensor  # [n, W]
+    num_committed: torch.Tensor  # [n]
+    num_output: torch.Tensor  # [n], tokens in the output after the step
+    copied: Any  # a device event, None on the host
+
+
+def needs_history(info: SamplingBatchInfo) -> bool:
+    """Return whether a processor of the batch is handed its request."""
+    return info.has_custom_logit_processor and any(
+        isinstance(params, dict) and _REQUEST in params for params in info.custom_params
+    )
+
+
+class CustomProcessors:
+    """Applies a batch's processors, and knows what the host will only learn of later."""
+
+    def __init__(self) -> None:
+        self._latest: _Step | None = None
+
+    def remember(
+        self,
+        batch: ScheduleBatch,
+        tokens: torch.Tensor,
+        num_committed: torch.Tensor,
+        num_output: torch.Tensor,
+    ) -> None:
+        """Start copying a step's tokens to the host; the next step's processors may want them.
+
+        Args:
+            batch: the n requests.
+            tokens: [n, W] int64, each request's committed tokens first.
+            num_committed: [n] int32 or int64.
+            num_output: [n] int64, tokens in the output, these included.
+        """
+        on_host = [async_d2h(values) for values in (tokens, num_committed, num_output)]
+        copied = None
+        if tokens.device.type != "cpu":
+            copied = torch.get_device_module(tokens.device).Event()
+            copied.record()
+        self._latest = _Step([request.rid for request in batch.reqs], *on_host, copied)
+
+    def complete(self, batch: ScheduleBatch) -> None:
+        """Hand the processors of a batch's own rows requests whose output is complete."""
+        outputs = self._outputs_sync(batch)
+        batch.sampling_info.custom_params = [
+            _at(params, output)
+            for params, output in zip(batch.sampling_info.custom_params, outputs, strict=True)
+        ]
+
+    def apply(self, batch: ScheduleBatch, out: torch.Tensor, chain: torch.Tensor | None) -> None:
+        """Run the processors on every row.
+
+        Args:
+            batch: the n requests.
+            out: [n, B, V] logits, changed in place.
+            chain: [n, B] int64 on the host, anchors and proposals; None where no processor is
+                handed its request.
+        """
+        info, block_size = batch.sampling_info, out.shape[1]
+        rows = out.flatten(0, 1)
+        if chain is None:
+            apply_custom_logit_processor(rows, info, num_tokens_in_batch=block_size)
+            return
+        outputs = self._outputs_sync(batch)
+        params = [
+            _at(own, output + proposals[:j])
+            for own, output, (_, *proposals) in zip(
+                info.custom_params, outputs, chain.tolist(), strict=True
+            )
+            for j in range(block_size)
+        ]
+        apply_custom_logit_processor(rows, _expanded(info, params, block_size))
+
+    def _outputs_sync(self, batch: ScheduleBatch) -> list[list[int]]:
+        """Return each request's output, the anchor included; waits for the latest step's copy."""
+        late: dict[str, list[int]] = {}
+        if self._latest is not None:
+            if self._latest.copied is not None:
+                self._latest.copied.synchronize()
+            late = _missing(self._latest, batch.reqs)
+        return [[*request.output_ids, *late.get(request.rid, ())] for request in batch.reqs]
+
+
+def _missing(step: _Step, requests: Sequence[Req]) -> dict[str, list[int]]:
+    known = {request.rid: len(request.output_ids) for request in requests}
+    values = (step.tokens.tolist(), step.num_committed.tolist(), step.num_output.tolist())
+    return {
+        rid: tokens[:count][count - max(0, total - known[rid]) :]
+        for rid, tokens, count, total in zip(step.rids, *values, strict=True)
+        if rid in known
+    }
+
+
+def _at(params: Any, output_ids: list[int]) -> Any:
+    if not isinstance(params, dict) or _REQUEST not in params:
+        return params
+    return {**params, _REQUEST: RequestAt(params[_REQUEST], output_ids)}
+
+
+def _expanded(info: SamplingBatchInfo, params: list[Any], block_size: int) -> SamplingBatchInfo:
+    """Return the processors of n*B rows."""
+    offsets = torch.arange(block_size, device=info.device)
+    entries = {}
+    for key, entry in info.custom_logit_processor.items():
+        rows = [row * block_size + j for row in entry.rows for j in range(block_size)]
+        indices = (entry.indices[:, None] * block_size + offsets).flatten()
+        entries[key] = ProcessorEntry(entry.processor, rows, indices)
+    return dataclasses.replace(
+        info,
+        temperatures=info.temperatures.repeat_interleave(block_size, dim=0),
+        custom_params=params,
+        custom_logit_processor=entries,
+    )

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is proposed for sampled requests, and the law it says it was drawn from."""
+
+from __future__ import annotations
+
+import torch
+from laws import assert_follows
+
+from sglang_dflash.draft.proposer import Sampling, VocabularyHead, propose_sampled
+from sglang_dflash.noise import gumbel
+
+VOCAB, TOP_K_ALL = 40, 1 << 30
+
+
+def identity_head() -> VocabularyHead:
+    """A head whose logits are the hidden states themselves."""
+    return VocabularyHead(lambda rows: rows, VOCAB)
+
+
+def sampling(n: int, **changes: torch.Tensor) -> Sampling:
+    """Requests at temperature 1, nothing cut, unseeded."""
+    return Sampling(
+        temperatures=torch.ones(n, 1),
+        top_ks=torch.full((n,), TOP_K_ALL),
+        top_ps=torch.ones(n),
+    )._replace(**changes)
+
+
+def test_proposals_follow_the_law_they_come_with() -> None:
+    n = 100_000
+    logits = torch.randn(1, 3, VOCAB, generator=torch.Generator().manual_seed(2))
+    torch.manual_seed(4)
+    proposal = propose_sampled(
+        logits.expand(n, -1, -1), identity_head(), sampling(n), torch.zeros(n, 3)
+    )
+    assert proposal.draft_probs is not None
+    for column in range(2):
+        law = torch.zeros(VOCAB, dtype=torch.float64)
+        ids = proposal.draft_probs.token_ids[0, column]
+        law[ids] = proposal.draft_probs.probs[0, column].double()
+        assert_follows(torch.bincount(proposal.tokens[:, column], minlength=VOCAB), law / law.sum())
+
+
+def test_a_greedy_request_is_proposed_its_best_tokens_and_no_other() -> None:
+    hidden = torch.randn(6, 4, VOCAB, generator=torch.Generator().manual_seed(3))
+    top_ks = torch.tensor([1, TOP_K_ALL, 1, 3, 1, TOP_K_ALL])
+    proposal = propose_sampled(
+        hidden, identity_head(), sampling(6, top_ks=top_ks), torch.zeros(6, 4)
+    )
+    greedy = top_ks == 1
+    assert torch.equal(proposal.tokens[greedy], hidden[greedy][:, 1:].argmax(-1))
+    assert proposal.draft_probs is not None
+    assert torch.equal(
+        proposal.draft_probs.probs[greedy].sort(-1, descending=True).values[..., :2],
+        torch.tensor([1.0, 0.0]).expand(3, 3, 2),
+    )
+    kept = (proposal.draft_probs.probs > 0).sum(-1)
+    assert kept[3].tolist() == [3, 3, 3], "top-k cuts the draft's law as it cuts the target's"
+
+
+def test_a_seeded_proposal_is_the_targets_own_draw_where_their_laws_agree() -> None:
+    n, block_size = 200, 4
+    generator = torch.Generator().manual_seed(5)
+    hidden = 3 * torch.randn(n, block_size, VOCAB, generator=generator)
+    positions = torch.randint(500, (n, 1), generator=generator) + torch.arange(block_size)
+    seeds = torch.randint(1 << 40, (n,), generator=generator)
+    by_rank = torch.arange(n) % 2 == 0
+    top_ks = torch.where(by_rank, 8, TOP_K_ALL)
+    proposal = propose_sampled(
+        hidden,
+        identity_head(),
+        sampling(n, top_ks=top_ks, seeds=seeds, by_rank=by_rank),
+        positions,
+    )
+    # The target, after row j - 1, has row j's logits: the draft is perfect.
+    probs = torch.softmax(hidden[:, 1:], -1).flatten(0, 1)
+    places, each = positions[:, :-1].flatten(), seeds.repeat_interleave(block_size - 1)
+    noise = gumbel(each, places, torch.arange(VOCAB))
+    by_id = (probs.log() + noise).argmax(-1)
+    ranked, tokens = probs.sort(-1, descending=True)
+    best = (ranked[:, :8].log() + noise[:, :8]).argmax(-1, keepdim=True)
+    expected = torch.where(
+        by_rank.repeat_interleave(block_size - 1), tokens.gather(1, best).squeeze(1), by_id
+    )
+    same = (proposal.tokens.flatten() == expected).double().mean()
+    assert same > 0.999, "only a draw from beyond the draft's support may differ"
+
+
+def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(12, 4, generator=generator)
+    hidden = torch.randn(5, 4, 4, generator=generator)
+    scores, tokens = VocabularyHead(lambda rows: rows @ weight.T, 12).best(hidden, 5)
+    rows = hidden[:, 1:].reshape(-1, 4)
+    shards = [(rows @ part.T).topk(4, dim=-1) for part in weight.chunk(3)]
+    gathered = iter(
+        [
+            torch.cat([shard.values for shard in shards], dim=1),
+            torch.cat([shard.indices + 4 * rank for rank, shard in enumerate(shards)], dim=1),
+        ]
+    )
+    head = VocabularyHead(
+        lambda rows: rows @ weight.chunk(3)[1].T, 4, 4, gather=lambda _: next(gathered)
+    )
+    found_scores, found_tokens = head.best(hidden, 5)
+    assert torch.equal(found_tokens, tokens)
+    torch.testing.assert_close(found_scores, scores)
