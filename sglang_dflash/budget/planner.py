@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many rows of each request to verify, from chances and costs. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Limits", "Plan", "StepSeconds", "plan_widths", "widen", "worth_drafting"]
+
+Array = NDArray[np.float64]
+StepSeconds = Callable[[NDArray[np.int64]], Array]
+"""Seconds of a step with the draft, for [k] numbers of verified rows in all. Non-decreasing; a
+staircase over captured graph sizes is as good (a plan then ends on top of a stair)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on the verify width, in rows of a request, anchor included.
+
+    Attributes:
+        block_size: B.
+        min_width: at least 1. `min_width == max_width` is the fixed mode.
+        max_width: at most B; None is B.
+    """
+
+    block_size: int
+    min_width: int = 1
+    max_width: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse bounds that no plan can keep."""
+        if not 1 <= self.min_width <= self.widest <= self.block_size:
+            raise ValueError(
+                f"verify widths {self.min_width}..{self.widest} are not within 1..{self.block_size}"
+                " (the block size): set 1 <= min_width <= max_width <= block_size"
+            )
+
+    @property
+    def widest(self) -> int:
+        """The largest width allowed."""
+        return self.block_size if self.max_width is None else self.max_width
+
+
+class Plan(NamedTuple):
+    """What to verify.
+
+    Attributes:
+        widths: [n] int64, rows of each request.
+        expected_tokens: committed by the step, all requests together.
+        expected_seconds: of the whole step, the draft pass included.
+    """
+
+    widths: NDArray[np.int64]
+    expected_tokens: float
+    expected_seconds: float
+
+    @property
+    def num_rows(self) -> int:
+        """M, verified rows in all."""
+        return int(self.widths.sum())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The expected rate of the step."""
+        return self.expected_tokens / self.expected_seconds
+
+
+def plan_widths(
+    chances: Array, seconds: StepSeconds, limits: Limits, rate: float | None = None
+) -> Plan:
+    """Return the widths that commit the most expected tokens per second.
+
+    A row is worth its survival, the chance that it and all rows before it in its request are
+    accepted. Survival does not grow along a request, so the M rows of highest survival form a valid
+    ragged plan, and no plan of M rows commits more; what is left is to try every M.
+
+    Fairness: every request has its anchor row in every step, so it advances at least one token a
+    step, at the pace of all others: waiting is impossible, and a request with poor proposals loses
+    only the extra rows that would have been wasted on it. What it can lose against plain decoding
+    is the step's length; `worth_drafting` bounds that for the batch, and `min_width` buys a floor.
+    Rows of equal survival go to the request with fewer rows.
+
+    Args:
+        chances: [n, B-1], calibrated, each given that all before are accepted.
+        seconds: of a step with the draft, whose cost is sunk but counts in the rate.
+        limits: bounds on the widths.
+        rate: tokens per second of the steps at large. Given it, the plan maximises
+            `tokens - rate * seconds`: a step with poor proposals is kept short and one with good
+            ones stretched, which is what maximises the *long-run* rate (renewal reward; Dinkelbach
+            1967). Without it, the step's own rate, as if all steps were like it.
+    """
+    n = len(chances)
+    survival = np.cumprod(chances, axis=1)
+    optional = survival[:, limits.min_width - 1 : limits.widest - 1]
+    # Column-major and stable: among equals the shallower row first, so that prefixes stay whole.
+    order = np.argsort(-optional.T.ravel(), kind="stable")
+    gains = optional.T.ravel()[order]
+    least = n + survival[:, : limits.min_width - 1].sum()
+    tokens = least + np.concatenate([[0.0], gains.cumsum()])
+    rows = n * limits.min_width + np.arange(len(tokens))
+    times = seconds(rows)
+    score = tokens / times if rate is None else tokens - rate * times
+    best = int(score.argmax())
+    extra = np.bincount(order[:best] % n, minlength=n)
+    return Plan(limits.min_width + extra, float(tokens[best]), float(times[best]))
+
+
+def worth_drafting(
+    tokens_by_rows: Array, draft_seconds: Array, plain_seconds: float, num_requests: int
+) -> float:
+    """Return the expected rate with the draft over that of plain decoding.
+
+    Asked before the draft runs, so the draft pass is part of `draft_seconds`. Above 1, drafting
+    pays.
+
+    Args:
+        tokens_by_rows: [k] expected committed tokens of the best plan, from past steps.
+        draft_seconds: [k] seconds of a step with the draft and the same numbers of rows.
+        plain_seconds: of a step without.
+        num_requests: n, the tokens of a plain step.
+    """
+    return float((tokens_by_rows / draft_seconds).max() * plain_seconds / num_requests)
+
+
+def widen(widths: NDArray[np.int64], limits: Limits) -> NDArray[np.int64]:
+    """Return the widths of an exploring step: doubled, within the limits.
+
+    Doubling reaches any depth in log2(B) probes and costs at most as many rows again.
+
+    Args:
+        widths: [n] as planned.
+        limits: bounds on the widths.
+    """
+    return np.minimum(2 * widths, limits.widest)

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the budget turns, and how often it looks again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from sglang_dflash.budget.controller import BudgetController
+from sglang_dflash.budget.cost import CostModel, sweep_points
+from sglang_dflash.budget.pacing import DraftSwitch, Pacing, steps_between
+from sglang_dflash.budget.planner import Limits
+
+BLOCK = 8
+
+
+def controller(
+    limits: Limits | None = None, *, draft: float = 3e-3, per_row: float = 1e-3
+) -> BudgetController:
+    """Return a controller of a linear machine: 10 ms, the draft, and each row."""
+    cost = CostModel(32, BLOCK)
+    for point in sweep_points(32, BLOCK):
+        extra = draft if point.kind == "draft" else 0.0
+        cost.observe(*point, 0.0, 10e-3 + extra + per_row * point.num_rows)
+    return BudgetController(cost, limits or Limits(BLOCK))
+
+
+def run(budget: BudgetController, n: int, chance: float, steps: int) -> list[tuple[str, int]]:
+    """Return (kind, rows) of steps whose proposals all have one chance."""
+    taken = []
+    for _ in range(steps):
+        step = budget.start(n)
+        rows = n
+        if step.kind == "draft":
+            rows = budget.plan(np.full((n, BLOCK - 1), chance)).num_rows
+        taken.append((step.kind, rows))
+    return taken
+
+
+def test_the_switch_ignores_advantages_within_the_margin() -> None:
+    switch = DraftSwitch(Pacing(margin=0.05))
+    wavering = [1.04, 0.97, 1.02, 0.96] * 20
+    assert all(switch.turn(advantage) for advantage in wavering)
+    switch = DraftSwitch(Pacing(margin=0.05), drafting=False)
+    assert not any(switch.turn(advantage) for advantage in wavering)
+
+
+def test_without_a_margin_the_same_advantages_make_it_flap() -> None:
+    """The mutant that the margin is there for."""
+    switch = DraftSwitch(Pacing(margin=0.0, min_steps=0))
+    assert len({switch.turn(advantage) for advantage in [1.04, 0.97] * 5}) == 2
+
+
+@pytest.mark.parametrize("min_steps", [1, 4, 9])
+def test_the_switch_keeps_a_way_for_a_while(min_steps: int) -> None:
+    switch = DraftSwitch(Pacing(min_steps=min_steps))
+    ways = [switch.turn(0.5 if switch.drafting else 2.0) for _ in range(60)]
+    turns = [i for i in range(1, 60) if ways[i] != ways[i - 1]]
+    assert len(turns) > 3
+    assert set(np.diff(turns)) == {min_steps}
+
+
+def test_looks_are_as_far_apart_as_their_cost_asks() -> None:
+    pacing = Pacing(exploration=0.01)
+    assert steps_between(1.0, 1.0, pacing) == 100
+    assert steps_between(0.5, 1.0, pacing) == 50
+    assert steps_between(0.0, 1.0, pacing) == pacing.shortest_pause
+    assert steps_between(1e6, 1.0, pacing) == pacing.longest_pause
+
+
+def test_looking_while_plain_costs_what_was_allowed() -> None:
+    budget = controller()
+    run(budget, 8, 0.02, 1000)
+    taken = run(budget, 8, 0.02, 2000)
+    plain = budget.cost.seconds("plain", 8, 8)
+    looks = [rows for kind, rows in taken if kind == "draft"]
+    assert looks
+    assert set(looks) == {16}  # two rows a request: the first position is observed
+    extra = sum(budget.cost.seconds("draft", 8, rows) - plain for rows in looks)
+    assert extra <= 0.0105 * plain * len(taken)
+
+
+def test_while_drafting_it_sometimes_looks_twice_as_deep() -> None:
+    budget = controller()
+    run(budget, 4, 0.65, 500)
+    taken = run(budget, 4, 0.65, 1000)
+    usual = int(np.median([rows for _, rows in taken]))
+    wide = [rows for _, rows in taken if rows > usual]
+    assert {kind for kind, _ in taken} == {"draft"}
+    assert set(wide) == {2 * usual}
+    seconds = [budget.cost.seconds("draft", 4, rows) for rows in (usual, 2 * usual)]
+    assert len(wide) * (seconds[1] - seconds[0]) <= 0.0105 * seconds[0] * len(taken)
+
+
+def test_a_draft_that_becomes_good_is_found_again() -> None:
+    budget = controller()
+    run(budget, 8, 0.02, 300)
+    taken = run(budget, 8, 0.9, 250)
+    first = next(i for i, (kind, _) in enumerate(taken) if kind == "draft")
+    assert {kind for kind, _ in taken[first:]} == {"draft"}
+
+
+def test_rows_fall_as_requests_come() -> None:
+    budget = controller()
+    widths = [run(budget, n, 0.7, 60)[-1][1] / n for n in (1, 8, 32)]
+    assert widths[0] > widths[1] > widths[2]
+
+
+def test_the_host_alone_plans_what_it_would_plan_with_the_proposals() -> None:
+    budget = controller()
+    run(budget, 8, 0.7, 100)
+    step = budget.start(8)
+    expected = budget.num_rows() // (2 if step.explores else 1)
+    assert run(budget, 8, 0.7, 3)[-1][1] == pytest.approx(expected, abs=1)
+
+
+def test_a_fixed_block_always_drafts_and_never_looks() -> None:
+    budget = controller(Limits(BLOCK, BLOCK, BLOCK), draft=1.0)
+    assert set(run(budget, 4, 0.0, 300)) == {("draft", 4 * BLOCK)}
+    assert budget.num_rows() == 4 * BLOCK
+
+
+def test_a_lower_width_bars_plain_decoding() -> None:
+    budget = controller(Limits(BLOCK, min_width=2), draft=1.0)
+    assert {kind for kind, _ in run(budget, 4, 0.0, 300)} == {"draft"}

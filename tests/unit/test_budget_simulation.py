@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calibration, cost and plan together, on an engine whose laws are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from sglang_dflash.budget.calibration import Calibrator
+from sglang_dflash.budget.controller import BudgetController
+from sglang_dflash.budget.cost import CostModel, sweep_points
+from sglang_dflash.budget.pacing import Pacing
+from sglang_dflash.budget.planner import Limits
+from sglang_dflash.budget.rows import pick_widths
+
+BLOCK = 8
+MAX_REQUESTS = 32
+GOOD = tuple(0.6 - 0.15 * i for i in range(BLOCK - 1))  # intercepts by position
+USELESS = (-6.0,) * (BLOCK - 1)
+TRUE_SLOPE = 0.8
+
+
+@dataclass
+class Engine:
+    """Seconds and acceptance by stated laws; timings are noisy and sometimes delayed.
+
+    The cost is a CPU's: rows are dear, so a full block loses at load.
+    """
+
+    intercepts: tuple[float, ...] = GOOD
+    per_row: float = 0.5e-3
+    delays: float = 0.03
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def proposals(self, n: int) -> np.ndarray:
+        """Draw the draft's probabilities [n, B-1]."""
+        return 1 / (1 + np.exp(-self.rng.normal(1.0, 1.5, (n, BLOCK - 1))))
+
+    def chances(self, probs: np.ndarray) -> np.ndarray:
+        """Return the true chances [n, B-1]."""
+        log_odds = TRUE_SLOPE * np.log(probs / (1 - probs)) + np.array(self.intercepts)
+        return 1 / (1 + np.exp(-log_odds))
+
+    def accepted(self, chances: np.ndarray) -> np.ndarray:
+        """Draw how many proposals of each request the target confirms, [n]."""
+        return (self.rng.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
+
+    def seconds(self, kind: str, n: int, rows: float) -> float:
+        """Return the true time of a step."""
+        draft = 3e-3 + 0.02e-3 * n * BLOCK if kind == "draft" else 0.0
+        return 10e-3 + 0.3e-3 * n + self.per_row * rows + draft
+
+    def timed(self, kind: str, n: int, rows: int) -> float:
+        """Return a measured time."""
+        delay = 5.0 if self.rng.random() < self.delays else 1.0
+        return self.seconds(kind, n, rows) * float(np.exp(self.rng.normal(0, 0.03))) * delay
+
+    def plain_rate(self, n: int) -> float:
+        """Return tokens per second without speculation."""
+        return n / self.seconds("plain", n, n)
+
+    def fixed_rate(self, n: int, width: int) -> float:
+        """Return tokens per second at one width for all, over many steps."""
+        survival = self.chances(self.proposals(20000)).cumprod(axis=1).mean(axis=0)
+        return n * (1 + survival[: width - 1].sum()) / self.seconds("draft", n, n * width)
+
+
+class Record(NamedTuple):
+    """One simulated step; tokens and seconds are the laws' own, free of noise."""
+
+    kind: str
+    num_rows: int
+    tokens: float
+    seconds: float
+    survival: np.ndarray  # [B-1], true, the mean over the requests
+
+
+class Server:
+    """An engine with a verify budget; `on_device` plans without this step's proposals."""
+
+    def __init__(self, engine: Engine, *, on_device: bool = False) -> None:
+        self.engine, self.on_device = engine, on_device
+        self.calibrator = Calibrator(BLOCK)
+        cost = CostModel(MAX_REQUESTS, BLOCK)
+        for point in sweep_points(MAX_REQUESTS, BLOCK):
+            times = [engine.timed(*point) for _ in range(5)]
+            cost.observe(*point, 0.0, float(np.median(times)))
+        self.budget = BudgetController(cost, Limits(BLOCK))
+
+    def step(self, n: int) -> Record:
+        """Decode once with n requests."""
+        engine = self.engine
+        step = self.budget.start(n, context_tokens=0.0)
+        widths, tokens = np.ones(n, dtype=np.int64), float(n)
+        probs = engine.proposals(n)
+        true = engine.chances(probs)
+        if step.kind == "draft":
+            mine = torch.tensor(probs), torch.zeros(n, dtype=torch.bool)
+            chances = self.calibrator.chances(*mine).double().numpy()
+            if self.on_device:
+                widths = self.device_widths(chances)
+                self.budget.learn(chances)
+            else:
+                widths = self.budget.plan(chances).widths
+            num_accepted = np.minimum(engine.accepted(true), widths - 1)
+            verified = np.arange(2, BLOCK + 1) <= widths[:, None]
+            tokens += float((true.cumprod(axis=1) * verified).sum())
+            self.calibrator.update(*mine, torch.tensor(widths), torch.tensor(num_accepted))
+        rows = int(widths.sum())
+        self.budget.cost.observe(step.kind, n, rows, 0.0, engine.timed(step.kind, n, rows))
+        seconds = engine.seconds(step.kind, n, rows)
+        return Record(step.kind, rows, tokens, seconds, true.cumprod(axis=1).mean(axis=0))
+
+    def device_widths(self, chances: np.ndarray) -> np.ndarray:
+        """Pick the rows as the device does, from a number that the host chose before."""
+        survival = torch.tensor(chances).cumprod(dim=1)
+        return pick_widths(survival, self.budget.num_rows(), Limits(BLOCK)).numpy()
+
+    def run(self, n: int, steps: int) -> list[Record]:
+        """Decode `steps` times with n requests."""
+        return [self.step(n) for _ in range(steps)]
+
+
+def rate(records: list[Record]) -> float:
+    return sum(r.tokens for r in records) / sum(r.seconds for r in records)
+
+
+def best_fixed_rate(engine: Engine, n: int, records: list[Record]) -> float:
+    """Return what the best one width for all, the draft always on, makes of the same proposals."""
+    survival = np.mean([r.survival for r in records], axis=0)
+    return max(
+        n * (1 + survival[: width - 1].sum()) / engine.seconds("draft", n, n * width)
+        for width in range(2, BLOCK + 1)
+    )
+
+
+def share_drafted(records: list[Record]) -> float:
+    return sum(r.kind == "draft" for r in records) / len(records)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("n", [1, 8, 32])
+def test_a_useless_draft_costs_little(n: int, on_device: bool) -> None:
+    server = Server(Engine(USELESS), on_device=on_device)
+    server.run(n, 200)
+    records = server.run(n, 400)
+    assert rate(records) >= 0.95 * server.engine.plain_rate(n)
+    assert share_drafted(records) > 0  # it still looks
+
+
+@pytest.mark.parametrize("n", [1, 8, 32])
+def test_a_fixed_block_with_the_same_draft_loses(n: int) -> None:
+    """The simulation is one in which there is something to win."""
+    assert Engine(USELESS).fixed_rate(n, BLOCK) < 0.8 * Engine(USELESS).plain_rate(n)
+    good = Engine()
+    best = max(good.fixed_rate(n, width) for width in range(2, BLOCK + 1))
+    assert best > 1.05 * good.plain_rate(n)
+    if n == 32:
+        assert good.fixed_rate(n, BLOCK) < good.plain_rate(n)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("n", [1, 8, 32])
+def test_a_good_draft_serves_as_fast_as_the_best_fixed_width(n: int, on_device: bool) -> None:
+    server = Server(Engine(), on_device=on_device)
+    server.run(n, 200)
+    records = server.run(n, 400)
+    assert rate(records) >= 0.97 * best_fixed_rate(server.engine, n, records)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_follows_a_load_that_changes(on_device: bool) -> None:
+    """1 -> 32 -> 1 requests, with rows so dear that 32 requests decode plainly."""
+    server = Server(Engine(per_row=1.5e-3), on_device=on_device)
+    server.run(1, 200)
+    for n, drafted in ((32, False), (1, True), (32, False), (1, True)):
+        server.run(n, 50)
+        records = server.run(n, 100)
+        best = max(server.engine.plain_rate(n), best_fixed_rate(server.engine, n, records))
+        assert rate(records) >= 0.95 * best
+        assert (share_drafted(records) > 0.5) is drafted
+
+
+@pytest.mark.parametrize("n", [8, 32])
+def test_a_draft_that_becomes_good_is_used_again(n: int) -> None:
+    server = Server(Engine(USELESS))
+    server.run(n, 400)
+    server.engine.intercepts = GOOD
+    server.run(n, 800)
+    assert share_drafted(server.run(n, 50)) == 1
+
+
+def test_without_exploration_it_would_never_be_found() -> None:
+    """The mutant: no looks while plain."""
+    server = Server(Engine(USELESS))
+    server.budget = BudgetController(
+        server.budget.cost,
+        Limits(BLOCK),
+        Pacing(exploration=1e-9, shortest_pause=10**9, longest_pause=10**9),
+    )
+    server.run(8, 400)
+    server.engine.intercepts = GOOD
+    server.run(8, 800)
+    assert share_drafted(server.run(8, 50)) == 0
