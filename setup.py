@@ -18,10 +18,11 @@ TEST = [
     "pytest-timeout>=2.3",
     "hypothesis>=6",
     "jsonschema>=4",
+    "matplotlib>=3.9",
     "openai>=2",
     "ruff>=0.14",
 ]
-BENCH = [*DEMO, "matplotlib>=3.9"]
+BENCH = [*DEMO, "matplotlib>=3.9", "pyyaml>=6"]
 
 setup(
     name="sglang-dflash",

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of a report, as rows of text: summary.md and report.html show the same ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from bench.config import Published, PublishedRow
+from bench.folder import StoredRun
+
+__all__ = ["Table", "as_markdown", "load_name", "machine_line", "published_tables",
+           "result_tables", "shown_engine"]  # fmt: skip
+
+NOISY = 0.10  # coefficient of variation
+COLUMNS = ("load", "engine", "output tokens/s", "speed-up (range)", "tokens/s/user",
+           "TTFT ms p50 / p99", "TPOT ms p50 / p90 / p99", "chunk gap ms p50 / p99", "E2E s p99",
+           "tau", "rows per step", "same text", "errors", "memory GB")  # fmt: skip
+
+
+class Table(NamedTuple):
+    """A title, column names and rows."""
+
+    title: str
+    header: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+
+
+def result_tables(runs: list[StoredRun]) -> list[Table]:
+    """Return one table per dataset; with several runs, their rows stand under each other."""
+    datasets = dict.fromkeys(point["dataset"] for run in runs for point in run.points)
+    tables = []
+    for dataset in datasets:
+        cells: dict[str, list[tuple[str, ...]]] = {}
+        for run in runs:
+            for point in run.points:
+                if point["dataset"] == dataset:
+                    engine = shown_engine(run, point["engine"], runs)
+                    cells.setdefault(load_name(point), []).append(_row(engine, point))
+        tables.append(Table(dataset, COLUMNS, [row for rows in cells.values() for row in rows]))
+    return tables
+
+
+def published_tables(run: StoredRun) -> list[Table]:
+    """Return, per source of published numbers, those beside what was measured here."""
+    return [_published(run, published) for published in run.recipe.published]
+
+
+def as_markdown(table: Table) -> str:
+    """Return the table as Markdown under a heading."""
+    lines = [f"## {table.title}", "", _line(table.header), _line("---" for _ in table.header)]
+    return "\n".join([*lines, *map(_line, table.rows)])
+
+
+def load_name(point: dict[str, Any]) -> str:
+    """Return the load as a reader says it."""
+    if point["concurrency"]:
+        return f"{point['concurrency']}"
+    return f"{point['request_rate']:g}/s"
+
+
+def shown_engine(run: StoredRun, engine: str, runs: list[StoredRun]) -> str:
+    """Return the engine's name, with its run's where there are several."""
+    return engine if len(runs) == 1 else f"{engine} ({run.name})"
+
+
+def machine_line(run: StoredRun) -> str:
+    """Return where and with what a run was measured."""
+    manifest = run.manifest
+    machine, versions = manifest["machine"], manifest["versions"]
+    gpus = [gpu["name"] for gpu in machine["gpus"]]
+    where = f"{len(gpus)} x {gpus[0]}, " if gpus else ""
+    packages = ", ".join(f"{name} {versions[name]}" for name in ("sglang-dflash", "sglang", "torch")
+                         if name in versions)  # fmt: skip
+    commit = (manifest["git"]["commit"] or "no checkout")[:10]
+    dirty = " with changes" if manifest["git"]["dirty"] else ""
+    return (
+        f"{where}{machine['cpu']}, {machine['cores']} cores, {machine['memory_gb']} GB; "
+        f"{packages}; commit {commit}{dirty}; {manifest['started']}"
+    )
+
+
+def _row(engine: str, point: dict[str, Any]) -> tuple[str, ...]:
+    rate, same = point["output_tokens_per_s"], point["identical"]
+    return (
+        load_name(point),
+        engine,
+        "-" if rate is None else f"{rate['mean']:.1f}{_noisy(rate)}",
+        _speedup(point["speedup"]),
+        _mean(point["tokens_per_s_per_user"], "{:.1f}"),
+        _quantiles(point["ttft_ms"], ("p50", "p99"), "{:.0f}"),
+        _quantiles(point["tpot_ms"], ("p50", "p90", "p99"), "{:.1f}"),
+        _quantiles(point["chunk_gap_ms"], ("p50", "p99"), "{:.1f}"),
+        _quantiles(point["e2e_ms"], ("p99",), "{:.2f}", scale=1e-3),
+        _mean(point["acceptance_length"], "{:.2f}"),
+        _mean(point["mean_verify_width"], "{:.1f}"),
+        f"{same['same']}/{same['of']}" if same and same["of"] else "-",
+        f"{point['errors']}/{point['requests']}",
+        f"{point['memory_bytes'] / 2**30:.1f} {point['memory_kind']}",
+    )
+
+
+def _published(run: StoredRun, published: Published) -> Table:
+    found = {(p["engine"], p["dataset"], p["concurrency"]): p for p in run.points}
+    rows = []
+    for row in published.rows:
+        for concurrency in dict.fromkeys([*row.tokens_per_s, *row.speedup]) or [None]:
+            here = found.get((row.engine, row.dataset, concurrency), {})
+            rows.append(_beside(row, concurrency, here))
+    header = ("dataset", "engine", "concurrency", "tokens/s published", "here",
+              "speed-up published", "here", "tau published", "here")  # fmt: skip
+    return Table(f"Beside published numbers: {published.source}", header, rows)
+
+
+def _beside(row: PublishedRow, concurrency: int | None, here: dict[str, Any]) -> tuple[str, ...]:
+    def theirs(value: float | None, form: str) -> str:
+        return "-" if value is None else form.format(value)
+
+    return (
+        row.dataset, row.engine, "-" if concurrency is None else str(concurrency),
+        theirs(row.tokens_per_s.get(concurrency or 0), "{:.0f}"),
+        _mean(here.get("output_tokens_per_s"), "{:.0f}"),
+        theirs(row.speedup.get(concurrency or 0), "{:.1f}"),
+        _mean(here.get("speedup"), "{:.2f}"),
+        theirs(row.acceptance_length, "{:.2f}"), _mean(here.get("acceptance_length"), "{:.2f}"),
+    )  # fmt: skip
+
+
+def _speedup(value: dict[str, Any] | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value['mean']:.2f} ({value['min']:.2f}-{value['max']:.2f})"
+
+
+def _mean(value: dict[str, Any] | None, form: str) -> str:
+    return "-" if value is None else form.format(value["mean"])
+
+
+def _noisy(value: dict[str, Any]) -> str:
+    return f" (noisy, cv {value['cv']:.0%})" if value["cv"] and value["cv"] > NOISY else ""
+
+
+def _quantiles(
+    value: dict[str, Any] | None, names: tuple[str, ...], form: str, scale: float = 1
+) -> str:
+    if value is None:
+        return "-"
+    return " / ".join(form.format(value[name]["mean"] * scale) for name in names)
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
