@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long steps take on this machine: a few of each size, run at start-up."""
+"""Who decides the verify width, and how long steps take here: a few of each size at start-up."""
 
 from __future__ import annotations
 
@@ -13,14 +13,20 @@ import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
+from sglang_dflash.budget.calibration import Calibrator
+from sglang_dflash.budget.controller import BudgetController
 from sglang_dflash.budget.cost import CostModel, SweepPoint, sweep_points
+from sglang_dflash.budget.planner import Limits
+from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, WidthPolicy
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.forward import DraftForward, VerifyRows, verify_batch
+from sglang_dflash.options import Options
 from sglang_dflash.verify.forward import ragged_layout
 from sglang_dflash.verify.rows import Rows
 
-__all__ = ["measure_steps"]
+__all__ = ["measure_steps", "width_policy"]
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +34,46 @@ _CONTEXT = 64  # tokens of each request; what comes in shifts the estimate
 _REPEATS = 3
 _MAX_REQUESTS = 32  # beyond, times are scaled in proportion until steps are seen
 _SECONDS = 6.0  # how long the sweep may take; larger points are then left out
+
+
+def width_policy(
+    options: Options,
+    runner: ModelRunner,
+    draft: DraftForward,
+    ranks: SpecTpSync,
+    *,
+    block_size: int,
+    max_requests: int,
+    has_graphs: bool,
+) -> WidthPolicy:
+    """Return who decides how many rows of each block are verified.
+
+    Args:
+        options: what the user asks for.
+        runner: the target's.
+        draft: the draft.
+        ranks: the tensor-parallel ranks, of which the first decides.
+        block_size: B.
+        max_requests: most requests that run together.
+        has_graphs: whether CUDA graphs were captured; they are for whole blocks alone.
+    """
+    if options.budget == "fixed":
+        return FixedWidth(block_size)
+    if has_graphs:
+        logger.info(
+            "DFLASH verifies whole blocks: CUDA graphs are captured for those alone. "
+            "--disable-cuda-graph lets the budget choose."
+        )
+        return FixedWidth(block_size)
+    limits = Limits(block_size, options.min_width, options.max_width)
+
+    def agree(value: torch.Tensor) -> torch.Tensor:
+        return ranks.sync(SpecTpSyncSite.DSPARK_PLAN, value.to(runner.device))
+
+    cost = measure_steps(runner, draft, block_size, max_requests, agree)
+    return MeasuredWidths(
+        BudgetController(cost, limits), Calibrator(block_size, device=runner.device)
+    )
 
 
 def measure_steps(

@@ -27,10 +27,7 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import __version__
-from sglang_dflash.budget.calibration import Calibrator
-from sglang_dflash.budget.controller import BudgetController
-from sglang_dflash.budget.planner import Limits
-from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, StepFacts, WidthPolicy
+from sglang_dflash.budget.policy import StepFacts
 from sglang_dflash.draft.block import Block, BlockBuilder
 from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.draft.forward import DraftForward, build_draft_worker
@@ -38,7 +35,7 @@ from sglang_dflash.draft.model import served_draft_config
 from sglang_dflash.draft.proposer import Proposal, propose_nothing
 from sglang_dflash.options import Options
 from sglang_dflash.state import DFlashState
-from sglang_dflash.sweep import measure_steps
+from sglang_dflash.sweep import width_policy
 from sglang_dflash.verify.constraints import Constraints
 from sglang_dflash.verify.decide import Decider, sampled_rows, sampling_of
 from sglang_dflash.verify.forward import verify_block
@@ -250,28 +247,14 @@ class DFlashWorker(BaseSpecWorker):
             not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
         )
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
-        self._policy = self._width_policy(Options.from_env(os.environ), wanted and possible)
-
-    def _width_policy(self, options: Options, has_graphs: bool) -> WidthPolicy:
-        """Return who decides how many rows are verified."""
-        if options.budget == "fixed":
-            return FixedWidth(self.block_size)
-        if has_graphs:
-            logger.info(
-                "DFLASH verifies whole blocks: CUDA graphs are captured for those alone. "
-                "--disable-cuda-graph lets the budget choose."
-            )
-            return FixedWidth(self.block_size)
-        cost = measure_steps(
+        self._policy = width_policy(
+            Options.from_env(os.environ),
             self._target_worker.model_runner,
             self._draft,
-            self.block_size,
-            self._blocks.max_requests,
-            lambda value: self._ranks.sync(SpecTpSyncSite.DSPARK_PLAN, value.to(self.device)),
-        )
-        limits = Limits(self.block_size, options.min_width, options.max_width)
-        return MeasuredWidths(
-            BudgetController(cost, limits), Calibrator(self.block_size, device=self.device)
+            self._ranks,
+            block_size=self.block_size,
+            max_requests=self._blocks.max_requests,
+            has_graphs=wanted and possible,
         )
 
     def _log_start(self, config: DraftConfig) -> None:

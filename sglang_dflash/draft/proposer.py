@@ -23,6 +23,9 @@ __all__ = [
 
 # The draft's law is cut to this many tokens: what is proposed beyond them is hardly ever accepted.
 _SUPPORT = 32
+# An unseeded proposal is drawn at this share of the request's temperature: the block's tokens do
+# not see each other, so a draw from the draft's own law is unlikely as a whole (bench/LOG.md).
+_SHARPNESS = 0.7
 
 
 class Proposal(NamedTuple):
@@ -164,7 +167,8 @@ def propose_sampled(
     logits = head.logits(hidden)
     scores, tokens = head.best(logits, _SUPPORT)
     scores, tokens = scores.view(n, num_proposals, -1), tokens.view(n, num_proposals, -1)
-    probs = torch.softmax(scores.float() / sampling.temperatures.unsqueeze(2), dim=-1)
+    heat = sampling.temperatures.unsqueeze(2) * (_SHARPNESS if sampling.seeds is None else 1.0)
+    probs = torch.softmax(scores.float() / heat, dim=-1)
     probs = _cut(probs, sampling)
     if sampling.seeds is None:
         noise = -torch.empty_like(probs).exponential_().log_()
