@@ -3,9 +3,10 @@
 
     python bench/compare.py --engines plain,dflash --concurrency 1,4 --rounds 5
 
-Engines: plain (SGLang without speculation), dflash (this plugin), upstream (SGLang's own DFLASH
-worker; on a CPU with the shims of bench/upstream_on_cpu), vllm (--vllm-python: an interpreter that
-has it). Every ratio is taken within a round and over the first engine named.
+Engines: plain (SGLang without speculation), dflash (this plugin), dflash-fixed (this plugin, whole
+blocks whatever they cost), upstream (SGLang's own DFLASH worker; on a CPU with the shims of
+bench/upstream_on_cpu), vllm (--vllm-python: an interpreter that has it). Every ratio is taken
+within a round and over the first engine named.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tqdm import tqdm
 from sglang_dflash.demo.model import bundled_draft, ensure_target
 
 HERE = Path(__file__).parent
-ENGINES = ("plain", "dflash", "upstream", "vllm")
+ENGINES = ("plain", "dflash", "dflash-fixed", "upstream", "vllm")
 
 
 @dataclass
@@ -63,12 +64,14 @@ def start(name: str, args: argparse.Namespace, target: Path, draft: Path) -> Chi
         "model_path": str(target), "dtype": args.dtype, "context_length": 2048,
         "max_total_tokens": 65536, "log_level": "error", "random_seed": 0,
     }  # fmt: skip
-    if name in ("dflash", "upstream"):
+    if name in ("dflash", "dflash-fixed", "upstream"):
         options |= {
             "speculative_algorithm": "DFLASH",
             "speculative_draft_model_path": str(draft),
             "speculative_num_draft_tokens": args.block_size,
         }
+    if name == "dflash-fixed":
+        environment["SGLANG_DFLASH_BUDGET"] = "fixed"
     if name == "upstream":
         environment["SGLANG_DFLASH_WORKER"] = "upstream"
         shims = str(HERE / "upstream_on_cpu")
@@ -107,7 +110,13 @@ def measure(children: list[Child], args: argparse.Namespace) -> list[dict[str, A
         batch = [prompts[(first + i) % len(prompts)] for i in range(concurrency)]
         turn = round_number % len(children)
         for child in children[turn:] + children[:turn]:
-            reply = child.ask({"prompts": batch, "max_new_tokens": args.max_new_tokens})
+            reply = child.ask(
+                {
+                    "prompts": batch,
+                    "max_new_tokens": args.max_new_tokens,
+                    "temperature": args.temperature,
+                }
+            )
             if round_number > 0:  # round 0 warms up
                 records.append(
                     {"round": round_number, "concurrency": concurrency, "engine": child.name}
@@ -192,6 +201,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=numbers, default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--target", type=Path, help="default: SmolLM2-135M-Instruct")

@@ -22,7 +22,11 @@ def main() -> None:
         request = json.loads(line)
         ids = [chat_ids(tokenizer, prompt) for prompt in request["prompts"]]
         engine.flush_cache()
-        params = {"temperature": 0, "max_new_tokens": request["max_new_tokens"], "ignore_eos": True}
+        params = {
+            "temperature": request["temperature"],
+            "max_new_tokens": request["max_new_tokens"],
+            "ignore_eos": True,
+        }
         start = time.perf_counter()
         outputs = engine.generate(input_ids=ids, sampling_params=params)
         seconds = time.perf_counter() - start

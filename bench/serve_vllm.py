@@ -27,7 +27,9 @@ def main() -> None:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             prompts.append({"prompt_token_ids": ids})
         params = vllm.SamplingParams(
-            temperature=0, max_tokens=request["max_new_tokens"], ignore_eos=True
+            temperature=request["temperature"],
+            max_tokens=request["max_new_tokens"],
+            ignore_eos=True,
         )
         engine.reset_prefix_cache()
         start = time.perf_counter()

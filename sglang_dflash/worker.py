@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from itertools import chain
 
@@ -26,14 +27,19 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import __version__
+from sglang_dflash.budget.policy import StepFacts
 from sglang_dflash.draft.block import Block, BlockBuilder
 from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.draft.forward import DraftForward, build_draft_worker
 from sglang_dflash.draft.model import served_draft_config
+from sglang_dflash.draft.proposer import Proposal, propose_nothing
+from sglang_dflash.options import Options
 from sglang_dflash.state import DFlashState
+from sglang_dflash.sweep import width_policy
 from sglang_dflash.verify.constraints import Constraints
-from sglang_dflash.verify.decide import Decider, sampling_of
+from sglang_dflash.verify.decide import Decider, sampled_rows, sampling_of
 from sglang_dflash.verify.forward import verify_block
+from sglang_dflash.verify.rows import Rows
 
 __all__ = ["DFlashWorker"]
 
@@ -130,17 +136,22 @@ class DFlashWorker(BaseSpecWorker):
             self._target_worker.model_runner.req_to_token_pool.req_to_token,
         )
         plan = self._plan_slots(batch, block)
-        proposal = self._draft.propose(batch, block, plan, sampling_of(batch.sampling_info))
-        self._ranks.sync(SpecTpSyncSite.DFLASH_SELECTOR, proposal.tokens)
+        proposal = self._propose(batch, block, plan)
+        rows = self._rows(batch, proposal)
         chain = self._constraints.chain(batch, block, proposal.tokens)
-        verified = verify_block(self._target_worker, batch, block, proposal.tokens, plan)
-        self._constraints.apply(batch, verified.logits, proposal.tokens, chain, grammar_barrier)
+        verified = verify_block(self._target_worker, batch, block, proposal.tokens, rows, plan)
+        self._constraints.apply(
+            batch, verified.logits, rows, proposal.tokens, chain, grammar_barrier
+        )
         verdict = self._decider.decide(batch, block, proposal, verified)
         self._constraints.count(batch, verdict)
         new_seq_lens = prefix_lens + verdict.num_committed
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._draft.inject(verified.features, block.positions.flatten(), plan)
+        self._draft.inject(verified.features, rows.take(block.positions), plan, rows.columns)
+        self._policy.settle(
+            proposal.confidence, sampled_rows(batch.sampling_info), rows, verdict.num_committed - 1
+        )
         return GenerationBatchResult(
             logits_output=verified.result.logits_output,
             next_token_ids=verdict.tokens.flatten(),
@@ -152,6 +163,39 @@ class DFlashWorker(BaseSpecWorker):
             routed_experts_output=verified.result.routed_experts_output,
             indexer_topk_output=verified.result.indexer_topk_output,
         )
+
+    def _propose(self, batch: ScheduleBatch, block: Block, plan: KVLocPlan) -> Proposal:
+        """Return the draft's proposals, or none where plain decoding pays better."""
+        facts = StepFacts(
+            num_requests=len(block.ids),
+            context_tokens=batch.seq_lens_sum,
+            iteration=batch.forward_iter,
+            after_idle=batch.after_idle_gap,
+        )
+        (drafts,) = self._agreed([int(self._policy.drafts(facts))])
+        if not drafts:
+            return propose_nothing(len(block.ids), self.block_size - 1, self.device)
+        proposal = self._draft.propose(
+            batch,
+            block,
+            plan,
+            sampling_of(batch.sampling_info),
+            with_confidence=self._policy.wants_confidence,
+        )
+        self._ranks.sync(SpecTpSyncSite.DFLASH_SELECTOR, proposal.tokens)
+        return proposal
+
+    def _rows(self, batch: ScheduleBatch, proposal: Proposal) -> Rows:
+        """Return the rows worth verifying."""
+        widths = self._policy.widths(proposal.confidence, sampled_rows(batch.sampling_info))
+        return Rows.of(self._agreed(widths), self.block_size, self.device)
+
+    def _agreed(self, values: list[int]) -> list[int]:
+        """Return the first rank's values: its clock decides for all."""
+        if get_parallel().tp_size == 1 or not self._policy.wants_confidence:
+            return values
+        on_device = torch.tensor(values, device=self.device)
+        return self._ranks.sync(SpecTpSyncSite.DSPARK_PLAN, on_device).tolist()
 
     def _plan_slots(self, batch: ScheduleBatch, block: Block) -> KVLocPlan:
         """Translate the block's slots once, for draft, verify and injection alike."""
@@ -203,6 +247,15 @@ class DFlashWorker(BaseSpecWorker):
             not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
         )
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
+        self._policy = width_policy(
+            Options.from_env(os.environ),
+            self._target_worker.model_runner,
+            self._draft,
+            self._ranks,
+            block_size=self.block_size,
+            max_requests=self._blocks.max_requests,
+            has_graphs=wanted and possible,
+        )
 
     def _log_start(self, config: DraftConfig) -> None:
         if get_parallel().tp_rank == 0:

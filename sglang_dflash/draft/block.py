@@ -30,6 +30,7 @@ class BlockBuilder:
     def __init__(
         self, block_size: int, mask_token_id: int, max_requests: int, device: torch.device | str
     ) -> None:
+        self.max_requests = max_requests
         shape = (max_requests, block_size)
         self._ids = torch.full(shape, mask_token_id, dtype=torch.int64, device=device)
         self._positions = torch.empty(shape, dtype=torch.int64, device=device)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from sglang.srt.distributed.communication_op import tensor_model_parallel_all_gather
@@ -15,6 +16,7 @@ from sglang.srt.model_executor.forward_batch_info import (
     ForwardBatch,
     ForwardMode,
 )
+from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.server_args import ServerArgs
@@ -34,7 +36,13 @@ from sglang_dflash.draft.proposer import (
 )
 from sglang_dflash.errors import UnsupportedCheckpoint
 
-__all__ = ["DraftForward", "build_draft_worker", "vocabulary_head"]
+__all__ = [
+    "DraftForward",
+    "VerifyRows",
+    "build_draft_worker",
+    "verify_batch",
+    "vocabulary_head",
+]
 
 
 def build_draft_worker(
@@ -122,48 +130,93 @@ class DraftForward:
         )
 
     def propose(
-        self, batch: ScheduleBatch, block: Block, plan: KVLocPlan, sampling: Sampling | None
+        self,
+        batch: ScheduleBatch,
+        block: Block,
+        plan: KVLocPlan,
+        sampling: Sampling | None,
+        *,
+        with_confidence: bool = False,
     ) -> Proposal:
         """Return proposals for the mask rows of `block`: the best tokens, or drawn where sampled.
 
         Writes the block's own K/V into the draft pool; `inject` overwrites it with the context's.
         """
-        n = block.ids.shape[0]
-        forward_batch = self._forward_batch(batch, block, plan)
+        rows = VerifyRows(block.ids.flatten(), block.positions.flatten(), block.locs.flatten())
+        forward_batch = verify_batch(self._runner, batch, rows, self._spec_info, plan)
         output = self._runner.forward(forward_batch).logits_output.hidden_states
-        hidden = output.view(n, self._block_size, -1)
+        hidden = output.view(*block.ids.shape, -1)
         if sampling is None:
-            return Proposal(propose_greedy(hidden, self._head))
-        return propose_sampled(hidden, self._head, sampling, block.positions)
+            return propose_greedy(hidden, self._head, with_confidence=with_confidence)
+        return propose_sampled(
+            hidden, self._head, sampling, block.positions, with_confidence=with_confidence
+        )
 
-    def inject(self, features: torch.Tensor, positions: torch.Tensor, plan: KVLocPlan) -> None:
+    def inject(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        plan: KVLocPlan,
+        columns: torch.Tensor | None = None,
+    ) -> None:
         """Turn context features [M, K*H] at `positions` [M] into the draft's K/V.
 
         A verify step injects refused rows too: they lie beyond the committed length, where nothing
         reads, and the next block overwrites them. So no row needs to be selected, and none counted.
+
+        Args:
+            features: [M, K*H].
+            positions: [M] int64.
+            plan: where the K/V goes.
+            columns: [M] int64, the rows' places in the plan's window; None where it is theirs.
         """
-        locs = plan.write_ids(self._runner.kv_index_translator)
+        locs = plan.write_ids(self._runner.kv_index_translator, cols=columns)
         # Tensor parallelism may have padded the forward's rows.
         features = features[: locs.shape[0]]
         self._model.inject(features, positions, locs, self._runner.token_to_kv_pool)
 
-    def _forward_batch(self, batch: ScheduleBatch, block: Block, plan: KVLocPlan) -> ForwardBatch:
-        n = block.ids.shape[0]
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=n,
-            input_ids=block.ids.flatten(),
-            req_pool_indices=batch.req_pool_indices,
-            seq_lens=batch.seq_lens,
-            out_cache_loc=block.locs.flatten(),
-            seq_lens_sum=batch.seq_lens_sum,
-            seq_lens_cpu=batch.seq_lens_cpu,
-            positions=block.positions.flatten(),
-            spec_algorithm=SpeculativeAlgorithm.DFLASH,
-            spec_info=self._spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            global_num_token_non_padded_cpu=n * self._block_size,
-            can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
-        )
-        plan.bind(forward_batch, self._runner.kv_index_translator)
-        return forward_batch
+
+class VerifyRows(NamedTuple):
+    """The rows of a forward over blocks: [M] int64 each."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    locs: torch.Tensor
+
+
+def verify_batch(
+    runner: ModelRunner,
+    batch: ScheduleBatch,
+    rows: VerifyRows,
+    spec_info: DFlashVerifyInput,
+    plan: KVLocPlan,
+    columns: torch.Tensor | None = None,
+) -> ForwardBatch:
+    """Return the forward of one model over blocks, made without a scheduler's help.
+
+    Args:
+        runner: the model's.
+        batch: the n requests: their rows of the page table and their lengths.
+        rows: what to run.
+        spec_info: says what the forward captures, and the rows of each request.
+        plan: where the blocks' K/V goes.
+        columns: [M] int64, the rows' places in the plan's window; None where it is theirs.
+    """
+    forward_batch = ForwardBatch(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        batch_size=len(batch.req_pool_indices),
+        input_ids=rows.ids,
+        req_pool_indices=batch.req_pool_indices,
+        seq_lens=batch.seq_lens,
+        out_cache_loc=rows.locs,
+        seq_lens_sum=batch.seq_lens_sum,
+        seq_lens_cpu=batch.seq_lens_cpu,
+        positions=rows.positions,
+        spec_algorithm=SpeculativeAlgorithm.DFLASH,
+        spec_info=spec_info,
+        capture_hidden_mode=spec_info.capture_hidden_mode,
+        global_num_token_non_padded_cpu=len(rows.ids),
+        can_run_decode_cuda_graph=batch.can_run_decode_cuda_graph,
+    )
+    plan.bind(forward_batch, runner.kv_index_translator, cols=columns)
+    return forward_batch

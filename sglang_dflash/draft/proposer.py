@@ -12,10 +12,20 @@ import torch
 from sglang_dflash.noise import gumbel
 from sglang_dflash.verify.accept import DraftProbs
 
-__all__ = ["Proposal", "Sampling", "VocabularyHead", "propose_greedy", "propose_sampled"]
+__all__ = [
+    "Proposal",
+    "Sampling",
+    "VocabularyHead",
+    "propose_greedy",
+    "propose_nothing",
+    "propose_sampled",
+]
 
 # The draft's law is cut to this many tokens: what is proposed beyond them is hardly ever accepted.
 _SUPPORT = 32
+# An unseeded proposal is drawn at this share of the request's temperature: the block's tokens do
+# not see each other, so a draw from the draft's own law is unlikely as a whole (bench/LOG.md).
+_SHARPNESS = 0.7
 
 
 class Proposal(NamedTuple):
@@ -23,11 +33,14 @@ class Proposal(NamedTuple):
 
     Attributes:
         tokens: [n, B-1] int64.
-        draft_probs: the law each was drawn from; None for point masses.
+        draft_probs: the law each was drawn from; None where all requests are greedy.
+        confidence: [n, B-1] float32, the draft's probability of each at temperature 1, or None
+            where nobody asked.
     """
 
     tokens: torch.Tensor
     draft_probs: DraftProbs | None = None
+    confidence: torch.Tensor | None = None
 
 
 class Sampling(NamedTuple):
@@ -64,19 +77,26 @@ class VocabularyHead:
     first_token_id: int = 0
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None
 
-    def best(self, hidden: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the `count` largest logits of each row and their tokens, best first.
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return [R, local vocabulary], this rank's logits of the R = n * (B-1) mask rows.
 
         Args:
             hidden: [n, B, H], the draft's output for whole blocks; row 0 (the anchor) predicts
                 nothing.
+        """
+        rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
+        return self.project(rows)[:, : self.num_tokens]
+
+    def best(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the `count` largest logits of each row over all ranks and their tokens.
+
+        Args:
+            logits: [R, local vocabulary].
             count: how many, at most the vocabulary.
 
         Returns:
-            [R, count] scores and [R, count] int64 token ids, R = n * (B-1).
+            [R, count] scores and [R, count] int64 token ids, best first.
         """
-        rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
-        logits = self.project(rows)[:, : self.num_tokens]
         scores, tokens = logits.topk(min(count, self.num_tokens), dim=-1)
         tokens = tokens + self.first_token_id
         if self.gather is None:
@@ -84,30 +104,51 @@ class VocabularyHead:
         scores, order = self.gather(scores).topk(count, dim=-1)
         return scores, self.gather(tokens).gather(1, order)
 
+    def log_mass(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return [R, 1] float32, the logarithm of the sum of all ranks' exponentials.
 
-def propose_greedy(hidden: torch.Tensor, head: VocabularyHead) -> torch.Tensor:
+        Args:
+            logits: [R, local vocabulary].
+        """
+        mass = logits.float().logsumexp(dim=-1, keepdim=True)
+        return mass if self.gather is None else self.gather(mass).logsumexp(dim=-1, keepdim=True)
+
+
+def propose_greedy(
+    hidden: torch.Tensor, head: VocabularyHead, *, with_confidence: bool = False
+) -> Proposal:
     """Return the most probable token of each mask row, each on its own.
 
     Args:
         hidden: [n, B, H], the draft's output for the whole block; row 0 (the anchor) predicts
             nothing.
         head: the target's output head.
+        with_confidence: whether the probabilities of the proposals are wanted too.
 
     Returns:
-        [n, B-1] int64. Ties go to the lowest token id, on any number of ranks.
+        The proposals; ties go to the lowest token id, on any number of ranks.
     """
-    rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
-    logits = head.project(rows)[:, : head.num_tokens]
+    logits = head.logits(hidden)
     scores, tokens = logits.max(dim=-1, keepdim=True)  # [R, 1]
     tokens = tokens + head.first_token_id
     if head.gather is not None:
-        best_rank = head.gather(scores).argmax(dim=1, keepdim=True)
-        tokens = head.gather(tokens).gather(1, best_rank)
-    return tokens.view(hidden.shape[0], -1)
+        all_scores = head.gather(scores)
+        best_rank = all_scores.argmax(dim=1, keepdim=True)
+        scores, tokens = (all.gather(1, best_rank) for all in (all_scores, head.gather(tokens)))
+    n = hidden.shape[0]
+    confidence = None
+    if with_confidence:
+        confidence = (scores.float() - head.log_mass(logits)).exp().view(n, -1)
+    return Proposal(tokens.view(n, -1), confidence=confidence)
 
 
 def propose_sampled(
-    hidden: torch.Tensor, head: VocabularyHead, sampling: Sampling, positions: torch.Tensor
+    hidden: torch.Tensor,
+    head: VocabularyHead,
+    sampling: Sampling,
+    positions: torch.Tensor,
+    *,
+    with_confidence: bool = False,
 ) -> Proposal:
     """Return proposals drawn from the draft's law, for requests that are sampled.
 
@@ -120,11 +161,14 @@ def propose_sampled(
         head: the target's output head.
         sampling: how each request is sampled.
         positions: [n, B] int64, the place of each row.
+        with_confidence: whether the probabilities of the proposals are wanted too.
     """
     n, num_proposals = hidden.shape[0], hidden.shape[1] - 1
-    scores, tokens = head.best(hidden, _SUPPORT)
+    logits = head.logits(hidden)
+    scores, tokens = head.best(logits, _SUPPORT)
     scores, tokens = scores.view(n, num_proposals, -1), tokens.view(n, num_proposals, -1)
-    probs = torch.softmax(scores.float() / sampling.temperatures.unsqueeze(2), dim=-1)
+    heat = sampling.temperatures.unsqueeze(2) * (_SHARPNESS if sampling.seeds is None else 1.0)
+    probs = torch.softmax(scores.float() / heat, dim=-1)
     probs = _cut(probs, sampling)
     if sampling.seeds is None:
         noise = -torch.empty_like(probs).exponential_().log_()
@@ -132,7 +176,18 @@ def propose_sampled(
         noise = _shared_noise(tokens, sampling, positions)
     best = (probs.log() + noise).argmax(-1, keepdim=True)
     proposals = tokens.gather(2, best).squeeze(2)
-    return Proposal(proposals, DraftProbs(tokens, probs))
+    confidence = None
+    if with_confidence:
+        chosen = scores.float().gather(2, best) - head.log_mass(logits).view(n, num_proposals, 1)
+        confidence = chosen.exp().squeeze(2)
+    return Proposal(proposals, DraftProbs(tokens, probs), confidence)
+
+
+def propose_nothing(n: int, num_proposals: int, device: torch.device | str) -> Proposal:
+    """Return proposals that nobody will verify: a step without the draft has one row a request."""
+    tokens = torch.zeros(n, num_proposals, dtype=torch.int64, device=device)
+    column = tokens.unsqueeze(2)
+    return Proposal(tokens, DraftProbs(column, torch.ones_like(column, dtype=torch.float32)))
 
 
 def _cut(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:

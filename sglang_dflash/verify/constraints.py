@@ -14,8 +14,9 @@ from sglang.srt.utils.async_probe import sanitize_nan_logits
 from sglang_dflash.draft.block import Block
 from sglang_dflash.verify.accept import Verdict
 from sglang_dflash.verify.counts import OutputCounts, OutputOptions
-from sglang_dflash.verify.logits import forbid_early_stops, penalise
+from sglang_dflash.verify.logits import add_bias, forbid_early_stops, penalise
 from sglang_dflash.verify.processors import CustomProcessors, needs_history
+from sglang_dflash.verify.rows import Rows
 
 __all__ = ["Constraints"]
 
@@ -58,7 +59,7 @@ class Constraints:
     def chain(
         self, batch: ScheduleBatch, block: Block, proposals: torch.Tensor
     ) -> GrammarTree | None:
-        """Start copying [anchor, proposals] to the host, where something there will read it."""
+        """Start copying [anchor, proposals], [n, B], to the host, where something will read it."""
         if not (batch.has_grammar or needs_history(batch.sampling_info)):
             return None
         return GrammarTree.from_linear_chain(torch.cat([block.ids[:, :1], proposals], dim=1))
@@ -67,6 +68,7 @@ class Constraints:
         self,
         batch: ScheduleBatch,
         out: torch.Tensor,
+        rows: Rows,
         proposals: torch.Tensor,
         chain: GrammarTree | None,
         grammar_barrier: Callable[[], None] | None,
@@ -75,14 +77,15 @@ class Constraints:
 
         Args:
             batch: the n requests.
-            out: [n, B, V] logits, changed in place.
+            out: [M, V] logits, changed in place.
+            rows: which rows they are.
             proposals: [n, B-1] int64.
             chain: what `chain` returned before the target ran.
             grammar_barrier: makes the grammars know the previous step's tokens.
         """
         info = batch.sampling_info
         if _counts_matter(info):
-            self._penalise(batch, out, proposals)
+            self._penalise(batch, out, rows, proposals)
         if batch.has_grammar:
             mask = build_grammar_vocab_mask(
                 reqs=batch.reqs,
@@ -92,12 +95,13 @@ class Constraints:
                 barrier=grammar_barrier,
             )
             if mask is not None:
-                mask.apply(out.flatten(0, 1))
+                of_blocks = mask.vocab_mask.unflatten(0, (-1, rows.block_size))
+                mask._replace(vocab_mask=rows.take(of_blocks)).apply(out)
         if info.logit_bias is not None:
-            out.add_(info.logit_bias.unsqueeze(1))
+            add_bias(out, rows, info.logit_bias)
         if info.has_custom_logit_processor:
             tokens = chain.resolve()[-1] if needs_history(info) else None
-            self._processors.apply(batch, out, tokens)
+            self._processors.apply(batch, out, rows, tokens)
         sanitize_nan_logits(out, "dflash verify")
 
     def count(self, batch: ScheduleBatch, verdict: Verdict) -> None:
@@ -125,14 +129,16 @@ class Constraints:
             info.acc_scaling_penalties = torch.where(there, penalties.repetition, 1.0)
         info.acc_additive_penalties = additive
 
-    def _penalise(self, batch: ScheduleBatch, out: torch.Tensor, proposals: torch.Tensor) -> None:
+    def _penalise(
+        self, batch: ScheduleBatch, out: torch.Tensor, rows: Rows, proposals: torch.Tensor
+    ) -> None:
         penalties = self._counts.penalties(batch.req_pool_indices)
         if penalties is not None:
-            penalise(out, proposals, penalties)
+            penalise(out, rows, proposals, penalties)
         if any(_may_be_short(request) for request in batch.reqs):
             # Nothing is counted into SGLang's own penalties, so all they hold is the stop tokens.
             stop_bias = batch.sampling_info.acc_additive_penalties
-            forbid_early_stops(out, stop_bias, *self._lengths(batch, 1))
+            forbid_early_stops(out, rows, stop_bias, *self._lengths(batch, 1))
 
     def _lengths(self, batch: ScheduleBatch, anchors: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ([n], [n]): tokens in the output and the minimum; `anchors` have no K/V yet."""

@@ -19,8 +19,9 @@ from sglang_dflash.draft.proposer import Proposal, Sampling
 from sglang_dflash.verify.accept import Verdict, accept_block, accept_equal, verdict
 from sglang_dflash.verify.forward import Verified
 from sglang_dflash.verify.logits import Cuts, keep_most_likely, to_probs
+from sglang_dflash.verify.rows import Rows
 
-__all__ = ["Decider", "sampling_of"]
+__all__ = ["Decider", "sampled_rows", "sampling_of"]
 
 
 def sampling_of(info: SamplingBatchInfo) -> Sampling | None:
@@ -30,6 +31,11 @@ def sampling_of(info: SamplingBatchInfo) -> Sampling | None:
     return Sampling(
         info.temperatures, info.top_ks, info.top_ps, info.sampling_seed, draws_by_rank(info)
     )
+
+
+def sampled_rows(info: SamplingBatchInfo) -> torch.Tensor:
+    """Return [n] bool: which requests are sampled; greedy ones have top_k 1."""
+    return info.top_ks != 1
 
 
 class Decider:
@@ -55,48 +61,45 @@ class Decider:
             batch: the n requests.
             block: where the rows stand.
             proposal: the draft's, [n, B-1].
-            verified: the target's constrained logits, [n, B, V]; they are used up.
+            verified: the target's constrained logits, [M, V]; they are used up.
         """
-        info = batch.sampling_info
-        logits = verified.logits
+        info, logits, rows = batch.sampling_info, verified.logits, verified.rows
         if batch.return_logprob and not info.is_all_greedy:
             logits = logits.clone()
         if info.is_all_greedy:
-            decided = self._confirm(proposal, logits.argmax(dim=-1))
+            decided = self._confirm(proposal, rows, logits.argmax(dim=-1))
         elif info.sampling_seed is not None:
-            decided = self._confirm(proposal, self._draw(info, block, logits))
+            decided = self._confirm(proposal, rows, self._draw(info, rows, block, logits))
         else:
-            decided = self._verify(info, proposal, logits)
+            decided = self._verify(info, rows, proposal, logits)
         if batch.return_logprob:
-            self._add_logprobs(batch, verified, decided)
+            _add_logprobs(batch, verified, decided)
         return decided
 
-    def _confirm(self, proposal: Proposal, choices: torch.Tensor) -> Verdict:
+    def _confirm(self, proposal: Proposal, rows: Rows, choices: torch.Tensor) -> Verdict:
+        """Accept while the target's choices, [M], are the proposals."""
         self._ranks.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, choices)
-        return accept_equal(proposal.tokens, choices)
+        return accept_equal(proposal.tokens, rows.spread(choices), rows.widths)
 
-    def _draw(self, info: SamplingBatchInfo, block: Block, logits: torch.Tensor) -> torch.Tensor:
-        """Return [n, B] int64, each row drawn with its request's seed at its own position."""
-        n, block_size, _ = logits.shape
-        output = LogitsProcessorOutput(next_token_logits=logits.flatten(0, 1))
-        drawn = self._sampler(
-            output, _each_row(info, block_size), False, [], [], block.positions.flatten()
-        )
-        return drawn.view(n, block_size).to(torch.int64)
+    def _draw(
+        self, info: SamplingBatchInfo, rows: Rows, block: Block, logits: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [M] int64, each row drawn with its request's seed at its own position."""
+        output = LogitsProcessorOutput(next_token_logits=logits)
+        positions = rows.take(block.positions)
+        drawn = self._sampler(output, _of_rows(info, rows), False, [], [], positions)
+        return drawn.to(torch.int64)
 
-    def _verify(self, info: SamplingBatchInfo, proposal: Proposal, logits: torch.Tensor) -> Verdict:
-        n, block_size, _ = logits.shape
-        rows = logits.flatten(0, 1)
-        each = _each_row(info, block_size)
-        to_probs(rows, each.temperatures)
+    def _verify(
+        self, info: SamplingBatchInfo, rows: Rows, proposal: Proposal, logits: torch.Tensor
+    ) -> Verdict:
+        each = _of_rows(info, rows)
+        to_probs(logits, each.temperatures)
         if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
-            keep_most_likely(rows, Cuts(each.top_ks, each.top_ps, each.min_ps, info.max_top_k))
-        device = rows.device
-        starts = torch.arange(0, n * block_size, block_size, device=device)
-        widths = torch.full((n,), block_size, device=device)
-        uniforms = torch.rand(n, block_size - 1, device=device)
+            keep_most_likely(logits, Cuts(each.top_ks, each.top_ps, each.min_ps, info.max_top_k))
+        uniforms = torch.rand(proposal.tokens.shape, device=logits.device)
         accepted = accept_block(
-            proposal.tokens, proposal.draft_probs, rows, uniforms, starts, widths
+            proposal.tokens, proposal.draft_probs, logits, uniforms, rows.starts, rows.widths
         )
         last = torch.multinomial(accepted.last_law, num_samples=1).squeeze(1)
         decided = verdict(proposal.tokens, accepted.num_accepted, last)
@@ -104,28 +107,31 @@ class Decider:
             self._ranks.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, values)
         return decided
 
-    def _add_logprobs(self, batch: ScheduleBatch, verified: Verified, decided: Verdict) -> None:
-        compute_spec_logprobs(
-            batch,
-            verified.result.logits_output,
-            decided.tokens.flatten(),
-            chain_stride=decided.tokens.shape[1],
-        )
+
+def _add_logprobs(batch: ScheduleBatch, verified: Verified, decided: Verdict) -> None:
+    """Fill in the log-probabilities of what was committed, from each token's own row."""
+    rows = verified.rows
+    columns = torch.arange(rows.block_size, device=rows.starts.device)
+    # Columns beyond the width repeat the last row: nothing is committed there.
+    row_of = rows.starts.unsqueeze(1) + columns.minimum(rows.widths.unsqueeze(1) - 1)
+    compute_spec_logprobs(
+        batch,
+        verified.result.logits_output,
+        rows.take(decided.tokens),
+        accept_index=row_of,
+    )
 
 
-def _each_row(info: SamplingBatchInfo, block_size: int) -> SamplingBatchInfo:
-    """Return the sampling options of n*B rows; what changes logits was applied already."""
-
-    def each(values: torch.Tensor | None) -> torch.Tensor | None:
-        return None if values is None else values.repeat_interleave(block_size, dim=0)
-
+def _of_rows(info: SamplingBatchInfo, rows: Rows) -> SamplingBatchInfo:
+    """Return the sampling options of M rows; what changes logits was applied already."""
+    seeds = info.sampling_seed
     return dataclasses.replace(
         info,
-        temperatures=each(info.temperatures),
-        top_ps=each(info.top_ps),
-        top_ks=each(info.top_ks),
-        min_ps=each(info.min_ps),
-        sampling_seed=each(info.sampling_seed),
+        temperatures=rows.each(info.temperatures),
+        top_ps=rows.each(info.top_ps),
+        top_ks=rows.each(info.top_ks),
+        min_ps=rows.each(info.min_ps),
+        sampling_seed=None if seeds is None else rows.each(seeds),
         grammars=None,
         grammar_mask=None,
         acc_additive_penalties=None,

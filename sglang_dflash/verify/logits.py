@@ -7,13 +7,17 @@ its output, which penalties count and which may end a minimum length.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
+from sglang_dflash.verify.rows import Rows
+
 __all__ = [
     "Cuts",
     "Penalties",
+    "add_bias",
     "forbid_early_stops",
     "keep_most_likely",
     "penalise",
@@ -21,7 +25,7 @@ __all__ = [
 ]
 
 # A chunk of rows is worked on at a time, so that no second tensor as large as the logits is made.
-_CHUNK_BYTES = 64 << 20
+_CHUNK_BYTES = 16 << 20
 
 
 class Penalties(NamedTuple):
@@ -41,12 +45,12 @@ class Penalties(NamedTuple):
 
 
 class Cuts(NamedTuple):
-    """Which tokens of R rows may be drawn at all.
+    """Which tokens of M rows may be drawn at all.
 
     Attributes:
-        top_ks: [R] int32, how many of the most probable; a huge number for all.
-        top_ps: [R] float32, until their sum exceeds this; 1 for all.
-        min_ps: [R] float32, at least this share of the best one's probability; 0 for all.
+        top_ks: [M] int32, how many of the most probable; a huge number for all.
+        top_ps: [M] float32, until their sum exceeds this; 1 for all.
+        min_ps: [M] float32, at least this share of the best one's probability; 0 for all.
         max_top_k: the host's bound on `top_ks`, or None: fewer tokens are then sorted.
     """
 
@@ -56,43 +60,46 @@ class Cuts(NamedTuple):
     max_top_k: int | None
 
 
-def penalise(out: torch.Tensor, proposals: torch.Tensor, penalties: Penalties) -> None:
+def penalise(out: torch.Tensor, rows: Rows, proposals: torch.Tensor, penalties: Penalties) -> None:
     """Penalise each row for the output so far and for the block's tokens before it.
 
     Args:
-        out: [n, B, V] logits, changed in place; row j follows the anchor and j proposals.
+        out: [M, V] logits, changed in place; row j of a block follows the anchor and j proposals.
+        rows: which rows they are.
         proposals: [n, B-1] int64.
         penalties: of the n requests.
 
     Source: `sglang/srt/sampling/penaltylib`, whose order this keeps: frequency and presence are
         subtracted, then repetition scales.
-
-    Cost: B passes over [n, V]; no sync.
     """
-    num_proposals = proposals.shape[1]
-    places = proposals.unsqueeze(1).expand(-1, num_proposals + 1, -1)  # [n, B, B-1]
-    unpenalised = out.gather(2, places)
-    for row in out.unbind(1):
-        row.copy_(_penalised(row, penalties.counts, penalties))
+    places = rows.each(proposals)  # [M, B-1]
+    unpenalised = out.gather(1, places)
+    for part in _chunks(out, rows.request):
+        part.out.copy_(_penalised(part.out, *(values[part.request] for values in penalties)))
     # A token of the block counts once more in the rows behind it, so its logit is done again.
     same = (proposals.unsqueeze(2) == proposals.unsqueeze(1)).to(torch.int32)  # [n, B-1, B-1]
-    times_before = torch.zeros_like(places, dtype=torch.int32)
-    times_before[:, 1:] = same.cumsum(1)
-    counts = penalties.counts.gather(1, proposals).unsqueeze(1) + times_before
-    three = [values.unsqueeze(2) for values in penalties[1:]]
-    out.scatter_(2, places, _penalised(unpenalised, counts, Penalties(counts, *three)))
+    times_before = torch.nn.functional.pad(same.cumsum(1, dtype=torch.int32), (0, 0, 1, 0))
+    counts = rows.each(penalties.counts.gather(1, proposals)) + rows.take(times_before)
+    amounts = (rows.each(values) for values in penalties[1:])
+    out.scatter_(1, places, _penalised(unpenalised, counts, *amounts))
 
 
-def _penalised(logits: torch.Tensor, counts: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+def _penalised(
+    logits: torch.Tensor,
+    counts: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    repetition: torch.Tensor,
+) -> torch.Tensor:
     there = counts > 0
-    less = penalties.frequency * counts + penalties.presence * there
-    factor = torch.where(there, penalties.repetition, 1.0)
-    logits = logits - less
+    logits = logits - (frequency * counts + presence * there)
+    factor = torch.where(there, repetition, 1.0)
     return torch.where(logits < 0, logits * factor, logits / factor)
 
 
 def forbid_early_stops(
     out: torch.Tensor,
+    rows: Rows,
     stop_bias: torch.Tensor,
     num_output: torch.Tensor,
     min_new_tokens: torch.Tensor,
@@ -100,27 +107,39 @@ def forbid_early_stops(
     """Rule stop tokens out of the rows that come before a request's minimum length.
 
     Args:
-        out: [n, B, V] logits, changed in place.
+        out: [M, V] logits, changed in place.
+        rows: which rows they are.
         stop_bias: [n, V], -inf at a request's stop tokens and 0 elsewhere.
         num_output: [n] int64, tokens in the output, the anchor included.
         min_new_tokens: [n] int64.
     """
-    for j, row in enumerate(out.unbind(1)):
-        too_early = (num_output + j < min_new_tokens).unsqueeze(1)
-        row.add_(torch.where(too_early, stop_bias, 0.0))
+    too_early = rows.each(num_output) + rows.offset < rows.each(min_new_tokens)  # [M]
+    for part in _chunks(out, rows.request, too_early.unsqueeze(1)):
+        part.out.add_(torch.where(part.values, stop_bias[part.request], 0.0))
+
+
+def add_bias(out: torch.Tensor, rows: Rows, bias: torch.Tensor) -> None:
+    """Add each request's bias to all its rows.
+
+    Args:
+        out: [M, V] logits, changed in place.
+        rows: which rows they are.
+        bias: [n, V].
+    """
+    for part in _chunks(out, rows.request):
+        part.out.add_(bias[part.request])
 
 
 def to_probs(out: torch.Tensor, temperatures: torch.Tensor) -> None:
     """Turn rows of logits into probabilities at a temperature.
 
     Args:
-        out: [R, V] float32, changed in place.
-        temperatures: [R, 1] float32, above 0.
+        out: [M, V] float32, changed in place.
+        temperatures: [M, 1] float32, above 0.
     """
     step = _rows_in_chunk(out)
-    for rows, heat in zip(out.split(step), temperatures.split(step), strict=True):
-        rows.div_(heat)
-        rows.copy_(torch.softmax(rows, dim=-1))
+    for part, heat in zip(out.split(step), temperatures.split(step), strict=True):
+        part.copy_(torch.softmax(part.div_(heat), dim=-1))
 
 
 def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
@@ -129,26 +148,41 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
     The three share one order: both k and p cut what `softmax` gave, and min-p what they left.
 
     Args:
-        out: [R, V] probabilities, changed in place.
-        cuts: of the R rows.
+        out: [M, V] probabilities, changed in place.
+        cuts: of the M rows.
 
     Source: `sglang/srt/layers/sampler.py`, `top_k_top_p_min_p_sampling_from_probs_torch`, whose
         choice among equal probabilities (the sort's) this shares.
     """
     step = max(1, _rows_in_chunk(out) // 4)  # a sort has indices of 8 bytes beside its values
     limits = (values.split(step) for values in cuts[:3])
-    for rows, top_ks, top_ps, min_ps in zip(out.split(step), *limits, strict=True):
-        if cuts.max_top_k is not None and cuts.max_top_k < rows.shape[1]:
-            values, tokens = rows.topk(cuts.max_top_k, dim=-1, sorted=True)
+    for part, top_ks, top_ps, min_ps in zip(out.split(step), *limits, strict=True):
+        if cuts.max_top_k is not None and cuts.max_top_k < part.shape[1]:
+            values, tokens = part.topk(cuts.max_top_k, dim=-1, sorted=True)
         else:
-            values, tokens = rows.sort(dim=-1, descending=True)
+            values, tokens = part.sort(dim=-1, descending=True)
         ranks = torch.arange(values.shape[1], device=values.device)
         before = values.cumsum(-1).sub_(values)
         cut = (ranks >= top_ks.unsqueeze(1)) | (before > top_ps.unsqueeze(1))
         cut |= values < values[:, :1] * min_ps.unsqueeze(1)
         values.masked_fill_(cut, 0.0)
         values.div_(values.sum(-1, keepdim=True))
-        rows.zero_().scatter_(1, tokens, values)
+        part.zero_().scatter_(1, tokens, values)
+
+
+class _Part(NamedTuple):
+    out: torch.Tensor  # [m, V]
+    request: torch.Tensor  # [m]
+    values: torch.Tensor  # [m, ...]
+
+
+def _chunks(
+    out: torch.Tensor, request: torch.Tensor, values: torch.Tensor | None = None
+) -> Iterator[_Part]:
+    step = _rows_in_chunk(out)
+    columns = (out, request, request if values is None else values)
+    for parts in zip(*(column.split(step) for column in columns), strict=True):
+        yield _Part(*parts)
 
 
 def _rows_in_chunk(rows: torch.Tensor) -> int:

@@ -8,6 +8,7 @@ knows one step late and without the block's tokens. A view of the request comple
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,9 @@ import torch
 from sglang.srt.layers.sampler import apply_custom_logit_processor
 from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import ProcessorEntry, SamplingBatchInfo
-from sglang.srt.utils.common import async_d2h
+from sglang.srt.utils.common import async_d2h, async_h2d
+
+from sglang_dflash.verify.rows import Rows
 
 __all__ = ["CustomProcessors", "needs_history"]
 
@@ -87,29 +90,30 @@ class CustomProcessors:
             for params, output in zip(batch.sampling_info.custom_params, outputs, strict=True)
         ]
 
-    def apply(self, batch: ScheduleBatch, out: torch.Tensor, chain: torch.Tensor | None) -> None:
+    def apply(
+        self, batch: ScheduleBatch, out: torch.Tensor, rows: Rows, chain: torch.Tensor | None
+    ) -> None:
         """Run the processors on every row.
 
         Args:
             batch: the n requests.
-            out: [n, B, V] logits, changed in place.
+            out: [M, V] logits, changed in place.
+            rows: which rows they are.
             chain: [n, B] int64 on the host, anchors and proposals; None where no processor is
                 handed its request.
         """
-        info, block_size = batch.sampling_info, out.shape[1]
-        rows = out.flatten(0, 1)
-        if chain is None:
-            apply_custom_logit_processor(rows, info, num_tokens_in_batch=block_size)
-            return
-        outputs = self._outputs_sync(batch)
-        params = [
-            _at(own, output + proposals[:j])
-            for own, output, (_, *proposals) in zip(
-                info.custom_params, outputs, chain.tolist(), strict=True
-            )
-            for j in range(block_size)
-        ]
-        apply_custom_logit_processor(rows, _expanded(info, params, block_size))
+        info = batch.sampling_info
+        params = _repeated(info.custom_params, rows)
+        if chain is not None:
+            outputs, blocks = self._outputs_sync(batch), chain.tolist()
+            params = [
+                _at(own, output + proposals[:j])
+                for own, output, (_, *proposals), width in zip(
+                    info.custom_params, outputs, blocks, rows.widths_cpu, strict=True
+                )
+                for j in range(width)
+            ]
+        apply_custom_logit_processor(out, _of_rows(info, params, rows))
 
     def _outputs_sync(self, batch: ScheduleBatch) -> list[list[int]]:
         """Return each request's output, the anchor included; waits for the latest step's copy."""
@@ -137,17 +141,22 @@ def _at(params: Any, output_ids: list[int]) -> Any:
     return {**params, _REQUEST: RequestAt(params[_REQUEST], output_ids)}
 
 
-def _expanded(info: SamplingBatchInfo, params: list[Any], block_size: int) -> SamplingBatchInfo:
-    """Return the processors of n*B rows."""
-    offsets = torch.arange(block_size, device=info.device)
+def _repeated(params: list[Any], rows: Rows) -> list[Any]:
+    return [own for own, width in zip(params, rows.widths_cpu, strict=True) for _ in range(width)]
+
+
+def _of_rows(info: SamplingBatchInfo, params: list[Any], rows: Rows) -> SamplingBatchInfo:
+    """Return the processors of M rows."""
+    ends = list(itertools.accumulate(rows.widths_cpu))
     entries = {}
     for key, entry in info.custom_logit_processor.items():
-        rows = [row * block_size + j for row in entry.rows for j in range(block_size)]
-        indices = (entry.indices[:, None] * block_size + offsets).flatten()
-        entries[key] = ProcessorEntry(entry.processor, rows, indices)
+        spans = (range(ends[row] - rows.widths_cpu[row], ends[row]) for row in entry.rows)
+        of_rows = list(itertools.chain.from_iterable(spans))
+        indices = async_h2d(of_rows, dtype=torch.int64, device=rows.request.device)
+        entries[key] = ProcessorEntry(entry.processor, of_rows, indices)
     return dataclasses.replace(
         info,
-        temperatures=info.temperatures.repeat_interleave(block_size, dim=0),
+        temperatures=rows.each(info.temperatures),
         custom_params=params,
         custom_logit_processor=entries,
     )

@@ -4,16 +4,27 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from pairs import PRINTABLE, Pair
 from transformers import AutoTokenizer
 
-__all__ = ["Case", "Prompt", "dflash_options", "engine", "prompts_for"]
+__all__ = [
+    "Case",
+    "Prompt",
+    "dflash_options",
+    "engine",
+    "environment_of",
+    "prompts_for",
+    "with_test_plugin",
+]
 
 Prompt = Callable[[int, int], list[int]]  # (length, seed) -> token ids
 
@@ -46,12 +57,14 @@ class Case:
         pair: the fixture's name.
         block_size: B.
         options: further engine options.
+        widths: how many rows are verified: whole blocks, other widths each step, or what pays.
     """
 
     name: str
     pair: str
     block_size: int
     options: dict[str, Any] = field(default_factory=dict)
+    widths: Literal["whole", "random", "measured"] = "whole"
 
 
 def dflash_options(pair: Pair, block_size: int) -> dict[str, Any]:
@@ -81,13 +94,39 @@ def prompts_for(pair: Pair) -> Prompt:
 
 
 @contextmanager
-def engine(pair: Pair, **options: Any) -> Iterator[Any]:
-    """Start an engine, and stop it in the end."""
+def engine(
+    pair: Pair, *, environment: dict[str, str] | None = None, **options: Any
+) -> Iterator[Any]:
+    """Start an engine with more in its environment, and stop it in the end.
+
+    Whole blocks are verified, unless the environment says otherwise: steps can then be compared.
+    """
     import sglang
 
-    started = sglang.Engine(model_path=str(pair.target), **{**_COMMON, **options})
+    variables, paths = dict(os.environ), list(sys.path)
+    os.environ.update({"SGLANG_DFLASH_BUDGET": "fixed", **(environment or {})})
+    sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # which the engine inherits
+    try:
+        started = sglang.Engine(model_path=str(pair.target), **{**_COMMON, **options})
+    finally:
+        os.environ.clear()
+        os.environ.update(variables)
+        sys.path[:] = paths
     try:
         yield started
     finally:
         started.shutdown()
         gc.collect()
+
+
+def environment_of(case: Case) -> dict[str, str]:
+    """Return the environment that gives a case its widths."""
+    if case.widths == "random":
+        return with_test_plugin(DFLASH_RANDOM_WIDTHS="1")
+    return {"SGLANG_DFLASH_BUDGET": "fixed" if case.widths == "whole" else "measured"}
+
+
+def with_test_plugin(**variables: str) -> dict[str, str]:
+    """Return the environment in which the plugin in `mutant/` is loaded, and reads `variables`."""
+    paths = [str(Path(__file__).parent / "mutant"), os.environ.get("PYTHONPATH", "")]
+    return {"PYTHONPATH": os.pathsep.join(paths), **variables}

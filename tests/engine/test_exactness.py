@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from engines import CONTEXT, POOL_TOKENS, Case, Prompt, dflash_options, engine, prompts_for
+from engines import (
+    CONTEXT,
+    POOL_TOKENS,
+    Case,
+    Prompt,
+    dflash_options,
+    engine,
+    environment_of,
+    prompts_for,
+)
 from pairs import Pair
 from transformers import AutoModelForCausalLM
 from workloads import (
@@ -33,19 +42,19 @@ LONG = 90  # tokens; the chunked cases prefill 32 at a time
 CASES = [
     Case("llama, block 8", "llama_pair", 8),
     Case("llama, block 2, pages of 16, chunks of 32", "llama_pair", 2,
-         {"page_size": 16, "chunked_prefill_size": 32}),
+         {"page_size": 16, "chunked_prefill_size": 32}, widths="random"),
     Case("llama, block 3, no overlap, chunks of 32", "llama_pair", 3,
          {"disable_overlap_schedule": True, "chunked_prefill_size": 32}),
     Case("llama, block 16, no radix cache", "llama_pair", 16, {"disable_radix_cache": True}),
     Case("llama, windowed draft, block 8", "windowed_pair", 8),
-    Case("llama, two ranks, block 8", "llama_pair", 8, {"tp_size": 2}),
+    Case("llama, two ranks, block 8", "llama_pair", 8, {"tp_size": 2}, widths="random"),
     Case("qwen3, block 8, no overlap, pages of 16", "qwen3_pair", 8,
          {"disable_overlap_schedule": True, "page_size": 16}),
     Case("qwen3, block 16, small pool", "qwen3_pair", 16,
-         {"max_total_tokens": 700, "schedule_conservativeness": 0.01}),
+         {"max_total_tokens": 700, "schedule_conservativeness": 0.01}, widths="random"),
     Case("qwen3, block 3, mixed chunks of 32", "qwen3_pair", 3,
          {"chunked_prefill_size": 32, "enable_mixed_chunk": True}),
-    Case("smollm2, block 8", "smollm2_pair", 8),
+    Case("smollm2, block 8", "smollm2_pair", 8, widths="measured"),
 ]  # fmt: skip
 WORKLOADS = [
     "one request",
@@ -104,7 +113,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     pair = request.getfixturevalue(case.pair)
     plain = plain_answers(pair)
     options = {**EXACT, **dflash_options(pair, case.block_size), **case.options}
-    with engine(pair, **options) as started:
+    with engine(pair, environment=environment_of(case), **options) as started:
         yield Served(case, started, plain, prompts_for(pair))
 
 
@@ -132,13 +141,16 @@ def test_drafts_are_accepted(served: Served) -> None:
     answers = ask(served.engine, served.plain["sixteen mixed requests"][0])
     steps = sum(a.meta.get("spec_verify_ct", 0) for a in answers)
     tokens = sum(len(a.tokens) - 1 for a in answers if a.meta.get("spec_verify_ct"))
-    assert tokens / steps > 1.25, "acceptance length"
+    least = {"whole": 1.25, "random": 1.1, "measured": 1.0}[served.case.widths]
+    assert tokens / steps >= least, "acceptance length"
 
 
 def test_acceptance_is_that_of_the_reference(
     served: Served, request: pytest.FixtureRequest
 ) -> None:
     """The transformers reference takes the same number of steps for the same text."""
+    if served.case.widths != "whole":
+        pytest.skip("whole blocks are compared")
     pair = request.getfixturevalue(served.case.pair)
     target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
     draft = load_draft(pair.draft, dtype=torch.float32)
@@ -163,7 +175,8 @@ def test_a_prefix_hit_accepts_as_many_as_a_cold_start(served: Served) -> None:
     radix = not served.case.options.get("disable_radix_cache", False)
     assert (hit.meta["cached_tokens"] > 0) == radix
     assert hit == cold
-    assert hit.meta["spec_verify_ct"] == cold.meta["spec_verify_ct"]
+    if served.case.widths == "whole":
+        assert hit.meta["spec_verify_ct"] == cold.meta["spec_verify_ct"]
 
 
 def test_two_samples_of_a_greedy_request_are_equal(served: Served) -> None:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import collections
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import dflash_options, engine, prompts_for
+from engines import dflash_options, engine, prompts_for, with_test_plugin
 from laws import two_sample_p_value
 from pairs import Pair
 from workloads import flush
@@ -18,7 +17,7 @@ from workloads import flush
 pytestmark = pytest.mark.slow
 
 BLOCK_SIZE = 8
-SAMPLES = int(os.environ.get("DFLASH_SAMPLES", "4000"))  # of each kind of request
+SAMPLES = int(os.environ.get("DFLASH_SAMPLES", "1500"))  # of each kind of request
 ALPHA = 1e-6
 # A batch has requests of all kinds, greedy ones too, so the rules are mixed in it.
 KINDS: dict[str, dict[str, Any]] = {
@@ -57,7 +56,7 @@ def p_value(first: Counts, second: Counts, kind: str) -> float:
 @pytest.fixture(scope="module")
 def ids(llama_pair: Pair) -> list[int]:
     """The prompt of all."""
-    return prompts_for(llama_pair)(9, 77)
+    return prompts_for(llama_pair)(9, 26)
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +78,15 @@ def switch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
 @pytest.fixture(scope="module")
 def served(llama_pair: Pair, plain: Any, switch: Callable[[str], None]) -> Iterator[Any]:
     """DFLASH, with a plugin that can make its rule wrong."""
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent / "mutant"), before])
+    environment = with_test_plugin(
+        DFLASH_MUTANT_FILE=os.environ["DFLASH_MUTANT_FILE"], DFLASH_RANDOM_WIDTHS="1"
+    )
     options = dflash_options(llama_pair, BLOCK_SIZE)
-    with engine(llama_pair, **options, max_running_requests=128) as started:
+    with engine(
+        llama_pair, environment=environment, **options, max_running_requests=128
+    ) as started:
         yield started
         flush(started)
-    os.environ["PYTHONPATH"] = before
 
 
 @pytest.fixture(scope="module")
@@ -145,10 +146,11 @@ def with_logprobs(started: Any, ids: list[int]) -> list[dict[str, Any]]:
 
 
 def test_logprobs_are_those_of_plain_decoding(plain: Any, served: Any, ids: list[int]) -> None:
-    for expected, found in zip(plain[1], with_logprobs(served, ids), strict=True):
+    answers = with_logprobs(served, ids)
+    accepted = [answer["meta_info"]["spec_num_correct_drafts"] for answer in answers]
+    assert sum(accepted) > 8, "accepted tokens and bonus tokens both"
+    for expected, found in zip(plain[1], answers, strict=True):
         assert found["output_ids"] == expected["output_ids"]
-        steps = found["meta_info"]["spec_verify_ct"]
-        assert steps < len(found["output_ids"]) - 1, "accepted tokens and bonus tokens both"
         for name in (
             "input_token_logprobs",
             "output_token_logprobs",

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -82,8 +83,9 @@ def launch(pair: Pair, log: Path, *flags: str) -> Server:
         "--dtype", "float32", "--port", str(port), "--context-length", "1024",
         "--max-total-tokens", "8192", *flags,
     ]  # fmt: skip
+    environment = {**os.environ, "SGLANG_DFLASH_BUDGET": "fixed"}
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     server = Server(port, process, log)
     deadline = time.monotonic() + 240
     while True:

@@ -59,3 +59,16 @@ def test_options_are_read_from_the_environment() -> None:
 def test_an_unknown_worker_is_refused_with_the_choices() -> None:
     with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WORKER='mine' .* plugin, upstream"):
         Options.from_env({"SGLANG_DFLASH_WORKER": "mine"})
+
+
+def test_widths_are_read_and_checked() -> None:
+    assert Options.from_env({}) == Options("plugin", "measured", 1, None)
+    found = Options.from_env({"SGLANG_DFLASH_BUDGET": "fixed", "SGLANG_DFLASH_MAX_WIDTH": "4"})
+    assert (found.budget, found.min_width, found.max_width) == ("fixed", 1, 4)
+    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_BUDGET='x' .* measured, fixed"):
+        Options.from_env({"SGLANG_DFLASH_BUDGET": "x"})
+    for value in ("0", "two"):
+        with pytest.raises(ValueError, match=f"SGLANG_DFLASH_MIN_WIDTH='{value}'"):
+            Options.from_env({"SGLANG_DFLASH_MIN_WIDTH": value})
+    with pytest.raises(ValueError, match="MAX_WIDTH=2 is below SGLANG_DFLASH_MIN_WIDTH=3"):
+        Options.from_env({"SGLANG_DFLASH_MIN_WIDTH": "3", "SGLANG_DFLASH_MAX_WIDTH": "2"})

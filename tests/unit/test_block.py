@@ -36,14 +36,14 @@ def test_the_anchor_row_proposes_nothing_and_ties_go_to_the_lowest_id() -> None:
     weight = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [9.0, 9.0]])  # the last is padding
     head = VocabularyHead(lambda rows: rows @ weight.T, num_tokens=3)
     hidden = torch.tensor([[[0.0, 9.0], [1.0, 0.0], [0.0, 1.0]]])
-    assert propose_greedy(hidden, head).tolist() == [[0, 1]]
+    assert propose_greedy(hidden, head).tokens.tolist() == [[0, 1]]
 
 
 def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 4, generator=generator).round()  # rounded: ties between shards
     hidden = torch.randn(5, 4, 4, generator=generator).round()
-    whole = propose_greedy(hidden, VocabularyHead(lambda rows: rows @ weight.T, 12))
+    whole = propose_greedy(hidden, VocabularyHead(lambda rows: rows @ weight.T, 12)).tokens
     rows = hidden[:, 1:].reshape(-1, 4)
     shards = [(rows @ part.T).max(dim=-1, keepdim=True) for part in weight.chunk(3)]
     gathered = iter(
@@ -55,7 +55,7 @@ def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
     head = VocabularyHead(
         lambda rows: rows @ weight.chunk(3)[1].T, 4, 4, gather=lambda _: next(gathered)
     )
-    assert propose_greedy(hidden, head).tolist() == whole.tolist()
+    assert propose_greedy(hidden, head).tokens.tolist() == whole.tolist()
 
 
 def test_context_kv_is_each_layers_own_projection_norm_and_rotation() -> None:

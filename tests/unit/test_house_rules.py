@@ -33,6 +33,7 @@ KNOWS_SGLANG = (
     "verify/decide.py",
     "verify/processors.py",
     "corrections.py",
+    "sweep.py",
     "draft/model.py",
     "cpu/",
     "demo/serve.py",

@@ -11,11 +11,13 @@ import torch
 from sglang_dflash.verify.logits import (
     Cuts,
     Penalties,
+    add_bias,
     forbid_early_stops,
     keep_most_likely,
     penalise,
     to_probs,
 )
+from sglang_dflash.verify.rows import Rows
 
 VOCAB = 11
 
@@ -35,8 +37,12 @@ def penalised_row(
 
 
 @pytest.mark.parametrize("block_size", [2, 3, 8])
+@pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_row_is_penalised_for_all_tokens_before_it(block_size: int, late: bool) -> None:
+def test_a_row_is_penalised_for_all_tokens_before_it(
+    block_size: int, ragged: bool, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_dflash.verify.logits._CHUNK_BYTES", 5 * VOCAB * 8)
     generator = torch.Generator().manual_seed(block_size)
     n = 40
     outputs = [
@@ -48,8 +54,10 @@ def test_a_row_is_penalised_for_all_tokens_before_it(block_size: int, late: bool
     amounts[2] += 0.6
     amounts[:, ::4] = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64).view(3, 1, 1)
     counts = torch.stack([torch.bincount(torch.tensor(o), minlength=VOCAB) for o in outputs])
-    out = logits.clone()
-    penalise(out, proposals, Penalties(counts.to(torch.int32), *amounts))
+    widths = [1 + (i * 5) % block_size if ragged else block_size for i in range(n)]
+    rows = Rows.of(widths, block_size, "cpu")
+    out = rows.take(logits).clone()
+    penalise(out, rows, proposals, Penalties(counts.to(torch.int32), *amounts))
     expected = torch.tensor(
         [
             [
@@ -64,17 +72,18 @@ def test_a_row_is_penalised_for_all_tokens_before_it(block_size: int, late: bool
         ],
         dtype=torch.float64,
     )
-    error = float((out - expected).abs().max())
+    error = float((out - rows.take(expected)).abs().max())
     assert (error < 1e-12) == (not late), "a row must know its own block's tokens, and no later"
 
 
 def test_stop_tokens_are_forbidden_up_to_the_minimum_and_no_further() -> None:
-    logits = torch.zeros(3, 4, VOCAB)
+    rows = Rows.of([4, 4, 4], 4, "cpu")
+    logits = torch.zeros(12, VOCAB)
     stop_bias = torch.zeros(3, VOCAB)
     stop_bias[:, [2, 5]] = -math.inf
     num_output, minimum = torch.tensor([1, 5, 9]), torch.tensor([3, 5, 100])
-    forbid_early_stops(logits, stop_bias, num_output, minimum)
-    forbidden = torch.isinf(logits)
+    forbid_early_stops(logits, rows, stop_bias, num_output, minimum)
+    forbidden = torch.isinf(logits).view(3, 4, VOCAB)
     assert not forbidden[..., [t for t in range(VOCAB) if t not in (2, 5)]].any()
     # Row j of a request with m tokens decides about its token number m + j, counted from 0.
     expected = [[True, True, False, False], [False] * 4, [True] * 4]
@@ -115,3 +124,22 @@ def test_the_cuts_are_those_of_one_row_alone(
     limits = zip(top_ks.tolist(), top_ps.tolist(), min_ps.tolist(), strict=True)
     expected = [cut_row(row.tolist(), *limit) for row, limit in zip(probs, limits, strict=True)]
     torch.testing.assert_close(out, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_a_bias_is_its_requests_own() -> None:
+    rows = Rows.of([2, 1, 3], 3, "cpu")
+    bias = torch.arange(3.0).unsqueeze(1).expand(3, VOCAB)
+    out = torch.zeros(6, VOCAB)
+    add_bias(out, rows, bias)
+    assert out[:, 0].tolist() == [0, 0, 1, 2, 2, 2]
+
+
+@pytest.mark.parametrize("widths", [[3, 3], [1, 3], [2, 1, 3, 1]])
+def test_rows_take_each_requests_first_and_spread_them_back(widths: list[int]) -> None:
+    rows = Rows.of(widths, 3, "cpu")
+    block = torch.arange(3 * len(widths)).view(-1, 3)
+    taken = [block[i, j].item() for i, width in enumerate(widths) for j in range(width)]
+    assert rows.take(block).tolist() == taken
+    assert len(rows) == len(taken) == int(rows.starts[-1]) + widths[-1]
+    for i, line in enumerate(rows.spread(rows.take(block)).tolist()):
+        assert line == block[i, : widths[i]].tolist() + [0] * (3 - widths[i])

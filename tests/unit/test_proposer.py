@@ -6,7 +6,12 @@ from __future__ import annotations
 import torch
 from laws import assert_follows
 
-from sglang_dflash.draft.proposer import Sampling, VocabularyHead, propose_sampled
+from sglang_dflash.draft.proposer import (
+    Sampling,
+    VocabularyHead,
+    propose_greedy,
+    propose_sampled,
+)
 from sglang_dflash.noise import gumbel
 
 VOCAB, TOP_K_ALL = 40, 1 << 30
@@ -90,7 +95,8 @@ def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(12, 4, generator=generator)
     hidden = torch.randn(5, 4, 4, generator=generator)
-    scores, tokens = VocabularyHead(lambda rows: rows @ weight.T, 12).best(hidden, 5)
+    whole = VocabularyHead(lambda rows: rows @ weight.T, 12)
+    scores, tokens = whole.best(whole.logits(hidden), 5)
     rows = hidden[:, 1:].reshape(-1, 4)
     shards = [(rows @ part.T).topk(4, dim=-1) for part in weight.chunk(3)]
     gathered = iter(
@@ -102,6 +108,20 @@ def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
     head = VocabularyHead(
         lambda rows: rows @ weight.chunk(3)[1].T, 4, 4, gather=lambda _: next(gathered)
     )
-    found_scores, found_tokens = head.best(hidden, 5)
+    found_scores, found_tokens = head.best(head.logits(hidden), 5)
     assert torch.equal(found_tokens, tokens)
     torch.testing.assert_close(found_scores, scores)
+
+
+def test_confidence_is_the_drafts_probability_of_its_proposals() -> None:
+    hidden = torch.randn(7, 5, VOCAB, generator=torch.Generator().manual_seed(8))
+    law = torch.softmax(hidden[:, 1:], -1)
+    greedy = propose_greedy(hidden, identity_head(), with_confidence=True)
+    heat = torch.full((7, 1), 0.3)
+    sampled = propose_sampled(
+        hidden, identity_head(), sampling(7, temperatures=heat), torch.zeros(7, 5),
+        with_confidence=True,
+    )  # fmt: skip
+    for proposal in (greedy, sampled):
+        expected = law.gather(2, proposal.tokens.unsqueeze(2)).squeeze(2)
+        torch.testing.assert_close(proposal.confidence, expected)

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin that makes the acceptance rule wrong in a way that a file names, step by step."""
+"""A plugin for tests: acceptance rules made wrong, as a file names, and widths made at random."""
 
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
+import torch
+
+from sglang_dflash.budget import policy
 from sglang_dflash.verify import accept
 
 __all__ = ["register"]
@@ -14,8 +18,11 @@ _right = accept.accept_block
 
 
 def register() -> None:
-    """Put the wrong rules where the worker will look for the right one."""
-    accept.accept_block = _accept  # type: ignore[assignment]
+    """Put what the environment asks for where the worker will look for the right thing."""
+    if "DFLASH_MUTANT_FILE" in os.environ:
+        accept.accept_block = _accept  # type: ignore[assignment]
+    if "DFLASH_RANDOM_WIDTHS" in os.environ:
+        policy.FixedWidth = _RandomWidths  # type: ignore[misc]
 
 
 def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
@@ -31,3 +38,21 @@ def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
         return right._replace(last_law=target_probs[row_starts + right.num_accepted])
     assert name == "right", name
     return right
+
+
+class _RandomWidths(policy.FixedWidth):
+    """Other widths for each request and step; in one step of five the draft does not run."""
+
+    wants_confidence = True  # so that all ranks take the first one's
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self._random = random.Random(1)
+
+    def drafts(self, facts: policy.StepFacts) -> bool:
+        super().drafts(facts)
+        return self._random.random() < 0.8
+
+    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
+        most = 1 if confidence is None else self._width
+        return [self._random.randint(1, most) for _ in range(self._num_requests)]

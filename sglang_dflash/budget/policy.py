@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who decides the verify width: a constant, or what pays by measurement."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple, Protocol
+
+import torch
+
+from sglang_dflash.budget.calibration import Calibrator
+from sglang_dflash.budget.controller import BudgetController, Step
+from sglang_dflash.verify.rows import Rows
+
+__all__ = ["FixedWidth", "MeasuredWidths", "StepFacts", "WidthPolicy"]
+
+
+class StepFacts(NamedTuple):
+    """What is known of a decode step before it runs.
+
+    Attributes:
+        num_requests: n.
+        context_tokens: of all requests together.
+        iteration: the scheduler's count of forwards; a gap means that another one came between.
+        after_idle: whether the scheduler waited before it.
+    """
+
+    num_requests: int
+    context_tokens: int
+    iteration: int
+    after_idle: bool
+
+
+class WidthPolicy(Protocol):
+    """Asked three times a step: before the draft, before verify, and after it."""
+
+    wants_confidence: bool
+
+    def drafts(self, facts: StepFacts) -> bool:
+        """Return whether the draft runs."""
+
+    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
+        """Return how many rows of each request are verified, 1..B.
+
+        Args:
+            confidence: [n, B-1] float32, the draft's probability of each proposal.
+            sampled: [n] bool, False for greedy requests.
+        """
+
+    def settle(
+        self,
+        confidence: torch.Tensor | None,
+        sampled: torch.Tensor,
+        rows: Rows,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """Learn what verify made of it.
+
+        Args:
+            confidence: [n, B-1] float32.
+            sampled: [n] bool.
+            rows: the M verified rows.
+            num_accepted: [n] int, accepted proposals.
+        """
+
+
+class FixedWidth:
+    """The same width for every request and load."""
+
+    wants_confidence = False
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._num_requests = 0
+
+    def drafts(self, facts: StepFacts) -> bool:
+        """Return True."""
+        self._num_requests = facts.num_requests
+        return True
+
+    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
+        """Return the width for each request; see `WidthPolicy`.
+
+        Args:
+            confidence: [n, B-1] or None, unused.
+            sampled: [n] bool, unused.
+        """
+        return [self._width] * self._num_requests
+
+    def settle(
+        self,
+        confidence: torch.Tensor | None,
+        sampled: torch.Tensor,
+        rows: Rows,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """Learn nothing; see `WidthPolicy`.
+
+        Args:
+            confidence: [n, B-1] or None, unused.
+            sampled: [n] bool, unused.
+            rows: unused.
+            num_accepted: [n] int, unused.
+        """
+
+
+class MeasuredWidths:
+    """The widths that pay by measured step times and calibrated chances.
+
+    A step's time is the time from its start to the next step's, so that it has everything that a
+    step costs, the scheduler's part included. It is dropped where something else came between.
+    """
+
+    wants_confidence = True
+
+    def __init__(self, controller: BudgetController, calibrator: Calibrator) -> None:
+        self.controller, self.calibrator = controller, calibrator
+        self._facts: StepFacts | None = None
+        self._started = 0.0
+        self._step = Step("draft", explores=False)
+        self._num_rows = 0
+
+    def drafts(self, facts: StepFacts) -> bool:
+        """Note the time of the step before, and return whether this one pays for a draft."""
+        now = time.perf_counter()
+        self._observe(facts, now - self._started)
+        self._facts, self._started = facts, now
+        self._step = self.controller.start(facts.num_requests, facts.context_tokens)
+        self._num_rows = facts.num_requests
+        return self._step.kind == "draft"
+
+    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
+        """Return the widths of the best plan for these proposals; see `WidthPolicy`.
+
+        Args:
+            confidence: [n, B-1] float32; None for a step without the draft.
+            sampled: [n] bool.
+        """
+        if confidence is None:
+            return [1] * self._num_rows
+        chances = self.calibrator.chances(confidence, sampled)
+        plan = self.controller.plan(chances.double().cpu().numpy())
+        self._num_rows = int(plan.widths.sum())
+        return plan.widths.tolist()
+
+    def settle(
+        self,
+        confidence: torch.Tensor | None,
+        sampled: torch.Tensor,
+        rows: Rows,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """Calibrate by what was accepted; see `WidthPolicy`.
+
+        Args:
+            confidence: [n, B-1] float32; None for a step without the draft.
+            sampled: [n] bool.
+            rows: the M verified rows.
+            num_accepted: [n] int.
+        """
+        if confidence is not None:
+            self.calibrator.update(confidence, sampled, rows.widths, num_accepted)
+
+    def _observe(self, facts: StepFacts, seconds: float) -> None:
+        before = self._facts
+        if before is None or facts.after_idle or facts.iteration != before.iteration + 1:
+            return
+        self.controller.cost.observe(
+            self._step.kind, before.num_requests, self._num_rows, before.context_tokens, seconds
+        )

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who decides the verify width, and how long steps take here: a few of each size at start-up."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
+
+from sglang_dflash.budget.calibration import Calibrator
+from sglang_dflash.budget.controller import BudgetController
+from sglang_dflash.budget.cost import CostModel, SweepPoint, sweep_points
+from sglang_dflash.budget.planner import Limits
+from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, WidthPolicy
+from sglang_dflash.draft.block import Block
+from sglang_dflash.draft.forward import DraftForward, VerifyRows, verify_batch
+from sglang_dflash.options import Options
+from sglang_dflash.verify.forward import ragged_layout
+from sglang_dflash.verify.rows import Rows
+
+__all__ = ["measure_steps", "width_policy"]
+
+logger = logging.getLogger(__name__)
+
+_CONTEXT = 64  # tokens of each request; what comes in shifts the estimate
+_REPEATS = 3
+_MAX_REQUESTS = 32  # beyond, times are scaled in proportion until steps are seen
+_SECONDS = 6.0  # how long the sweep may take; larger points are then left out
+
+
+def width_policy(
+    options: Options,
+    runner: ModelRunner,
+    draft: DraftForward,
+    ranks: SpecTpSync,
+    *,
+    block_size: int,
+    max_requests: int,
+    has_graphs: bool,
+) -> WidthPolicy:
+    """Return who decides how many rows of each block are verified.
+
+    Args:
+        options: what the user asks for.
+        runner: the target's.
+        draft: the draft.
+        ranks: the tensor-parallel ranks, of which the first decides.
+        block_size: B.
+        max_requests: most requests that run together.
+        has_graphs: whether CUDA graphs were captured; they are for whole blocks alone.
+    """
+    if options.budget == "fixed":
+        return FixedWidth(block_size)
+    if has_graphs:
+        logger.info(
+            "DFLASH verifies whole blocks: CUDA graphs are captured for those alone. "
+            "--disable-cuda-graph lets the budget choose."
+        )
+        return FixedWidth(block_size)
+    limits = Limits(block_size, options.min_width, options.max_width)
+
+    def agree(value: torch.Tensor) -> torch.Tensor:
+        return ranks.sync(SpecTpSyncSite.DSPARK_PLAN, value.to(runner.device))
+
+    cost = measure_steps(runner, draft, block_size, max_requests, agree)
+    return MeasuredWidths(
+        BudgetController(cost, limits), Calibrator(block_size, device=runner.device)
+    )
+
+
+def measure_steps(
+    runner: ModelRunner,
+    draft: DraftForward,
+    block_size: int,
+    max_requests: int,
+    agree: Callable[[torch.Tensor], torch.Tensor],
+) -> CostModel:
+    """Return the times of steps of every size up to a time limit, cheapest first.
+
+    The requests are made up: they read and write the pool's padding slot, which belongs to nobody.
+
+    Args:
+        runner: the target's.
+        draft: the draft.
+        block_size: B.
+        max_requests: most requests that run together.
+        agree: broadcasts a tensor from the first rank, so that all measure the same points.
+    """
+    cost = CostModel(max_requests, block_size)
+    began = time.perf_counter()
+    points = sweep_points(min(max_requests, _MAX_REQUESTS), block_size)
+    for point in points:
+        known = cost.knows("plain") and cost.knows("draft")
+        goes_on = torch.tensor(time.perf_counter() - began < _SECONDS, dtype=torch.int64)
+        if known and not bool(agree(goes_on)):
+            break
+        seconds = [_seconds(runner, draft, block_size, point) for _ in range(_REPEATS)]
+        usual = torch.tensor(statistics.median(seconds), dtype=torch.float64)
+        cost.observe(
+            point.kind,
+            point.num_requests,
+            point.num_rows,
+            _CONTEXT * point.num_requests,
+            float(agree(usual)),
+        )
+    logger.info(
+        "DFLASH verifies what pays: steps of up to %d requests and %d rows took %.1f s to measure",
+        point.num_requests,
+        point.num_rows,
+        time.perf_counter() - began,
+    )
+    return cost
+
+
+class _Made(NamedTuple):
+    """As much of a scheduler's batch as a forward over blocks reads."""
+
+    req_pool_indices: torch.Tensor
+    seq_lens: torch.Tensor
+    seq_lens_cpu: torch.Tensor
+    seq_lens_sum: int
+    can_run_decode_cuda_graph: bool = False
+
+
+def _seconds(runner: ModelRunner, draft: DraftForward, block_size: int, point: SweepPoint) -> float:
+    """Return how long one step takes: the draft where it runs, the target, and injection."""
+    n = point.num_requests
+    rows = Rows.of([point.num_rows // n] * n, block_size, runner.device)
+    started = time.perf_counter()
+    with torch.inference_mode():
+        batch, block, plan = _made_up(runner, n, block_size)
+        if point.kind == "draft":
+            draft.propose(batch, block, plan, None, with_confidence=True)
+        spec_info = DFlashVerifyInput(
+            draft_token=rows.take(block.ids),
+            positions=rows.take(block.positions),
+            draft_token_num=block_size,
+            kv_loc_plan=plan,
+            kv_loc_cols=rows.columns,
+            ragged_verify_layout=ragged_layout(rows),
+        )
+        taken = VerifyRows(*(rows.take(values) for values in block))
+        forward = verify_batch(runner, batch, taken, spec_info, plan, rows.columns)
+        output = runner.forward(forward).logits_output
+        output.next_token_logits.argmax(dim=-1)
+        draft.inject(output.hidden_states, taken.positions, plan, rows.columns)
+    return time.perf_counter() - started
+
+
+def _made_up(runner: ModelRunner, n: int, block_size: int) -> tuple[_Made, Block, KVLocPlan]:
+    device = runner.device
+    rows = torch.zeros(n, dtype=torch.int64, device=device)
+    lens = torch.full_like(rows, _CONTEXT)
+    lens_cpu = torch.full((n,), _CONTEXT, dtype=torch.int64)
+    steps = torch.arange(block_size, device=device)
+    nothing = torch.zeros(n, block_size, dtype=torch.int64, device=device)
+    block = Block(nothing, lens.unsqueeze(1) + steps, nothing)
+    plan = runner.kv_index_translator.plan(
+        req_pool_indices=rows,
+        seq_lens=lens,
+        seq_lens_cpu=lens_cpu,
+        write_virtual=nothing.flatten(),
+        read_extent=block_size,
+    )
+    ends = lens_cpu + block_size
+    return _Made(rows, lens, ends, int(ends.sum())), block, plan

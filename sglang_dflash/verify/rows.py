@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rows of n blocks the target verifies: the first few of each, side by side."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Rows"]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The M verified rows, request after request, each request's in order.
+
+    Attributes:
+        widths: [n] int64 in 1..B, rows of each request, the anchor's included.
+        starts: [n] int64, the first row of each request.
+        request: [M] int64, whose row it is.
+        offset: [M] int64, which row of the block it is: 0 is the anchor's.
+        widths_cpu: the widths on the host.
+        block_size: B.
+    """
+
+    widths: torch.Tensor
+    starts: torch.Tensor
+    request: torch.Tensor
+    offset: torch.Tensor
+    widths_cpu: list[int]
+    block_size: int
+
+    @classmethod
+    def of(cls, widths: list[int], block_size: int, device: torch.device | str) -> Rows:
+        """Return the rows of given widths."""
+        on_host = torch.tensor(widths, dtype=torch.int64)
+        starts = on_host.cumsum(0) - on_host
+        request = torch.repeat_interleave(torch.arange(len(widths)), on_host)
+        offset = torch.arange(len(request)) - starts[request]
+        tensors = torch.stack([on_host, starts]), torch.stack([request, offset])
+        if torch.device(device).type == "cuda":
+            tensors = tuple(tensor.pin_memory() for tensor in tensors)
+        by_request, by_row = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        return cls(*by_request, *by_row, widths, block_size)
+
+    def __len__(self) -> int:
+        """Return M."""
+        return len(self.request)
+
+    @property
+    def are_whole_blocks(self) -> bool:
+        """Whether every row of every block is verified."""
+        return len(self) == len(self.widths_cpu) * self.block_size
+
+    @property
+    def columns(self) -> torch.Tensor | None:
+        """[M] int64, the rows' places among the n*B of whole blocks; None where they are all."""
+        return None if self.are_whole_blocks else self.request * self.block_size + self.offset
+
+    def take(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [M, ...]: the rows' entries of `values` [n, B, ...]."""
+        if self.are_whole_blocks:
+            return values.flatten(0, 1)
+        return values[self.request, self.offset]
+
+    def each(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [M, ...]: for each row its request's entry of `values` [n, ...]."""
+        return values[self.request]
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Return [n, B]: `values` [M] at their places in the blocks, 0 where nothing is run."""
+        if self.are_whole_blocks:
+            return values.view(-1, self.block_size)
+        block = values.new_zeros(len(self.widths_cpu), self.block_size)
+        block[self.request, self.offset] = values
+        return block
