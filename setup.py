@@ -33,7 +33,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["sglang_dflash", "sglang_dflash.*"]),
-    package_data={"sglang_dflash": ["assets/*/*"]},
+    package_data={"sglang_dflash": ["assets/*/*", "training/recipes/*.yaml"]},
     install_requires=["sglang==0.5.23"],
     extras_require={"demo": DEMO, "test": TEST, "bench": BENCH},
     entry_points={

@@ -7,10 +7,12 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from sglang_dflash import __version__
+from sglang_dflash.training.command import add_train_parser
 
 __all__ = ["main"]
 
@@ -41,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_doctor(commands)
+    _add_stats(commands)
+    add_train_parser(commands)
     return parser
 
 
@@ -178,6 +182,43 @@ def _trained_block(draft: str | None) -> int | None:
     if not config.is_file():
         return None
     return json.loads(config.read_text(encoding="utf-8")).get("block_size")
+
+
+def _add_stats(commands: argparse._SubParsersAction) -> None:
+    stats = commands.add_parser(
+        "stats",
+        help="show what the verify budget of a running server chooses",
+        description=(
+            "Reads the counters of a server started with --enable-metrics: verified rows, tokens "
+            "a step as predicted and as seen, acceptance by position, the calibration curve."
+        ),
+    )
+    stats.add_argument("url", metavar="URL", help="of the server, as in http://127.0.0.1:30000")
+    stats.add_argument("--json", action="store_true", help="print one JSON object")
+    stats.add_argument(
+        "--watch", type=float, metavar="SECONDS", help="show each interval's figures until Ctrl-C"
+    )
+    stats.set_defaults(run=_stats)
+
+
+def _stats(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from sglang_dflash.stats import Stats, read, table
+
+    if arguments.watch is not None and arguments.watch <= 0:
+        parser.error(f"argument --watch: {arguments.watch} is not a number of seconds above 0")
+    before = None
+    try:
+        while True:
+            now = read(arguments.url)
+            stats = Stats.between(now, before)
+            print(json.dumps(stats._asdict()) if arguments.json else table(stats), flush=True)
+            if arguments.watch is None:
+                return 0
+            before = now
+            time.sleep(arguments.watch)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return FAILED
 
 
 def _doctor(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state that a run resumes from, and the draft that it leaves."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+from sglang_dflash.training.settings import SettingsError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from sglang_dflash.training.model import BlockDraft
+
+__all__ = ["Resumed", "export_draft", "load_state", "save_state", "state_path"]
+
+
+class Resumed(NamedTuple):
+    """Where a run stopped.
+
+    Attributes:
+        step: Steps that were done.
+        metrics: What was summed up since the last measurement.
+    """
+
+    step: int
+    metrics: dict[str, Any]
+
+
+def state_path(folder: Path) -> Path:
+    """Return where a run's state is kept."""
+    return folder / "state.pt"
+
+
+def save_state(
+    folder: Path,
+    draft: BlockDraft,
+    optimizer: torch.optim.Optimizer,
+    resumed: Resumed,
+    identity: dict[str, Any],
+) -> None:
+    """Write the state in place of the last one; a kill leaves one or the other.
+
+    There is no state of random generators: order and anchors are functions of a batch's number.
+    """
+    path = state_path(folder)
+    unfinished = path.with_suffix(".unfinished")
+    state = {
+        "draft": draft.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": resumed.step,
+        "metrics": resumed.metrics,
+        "identity": json.dumps(identity, sort_keys=True),
+    }
+    torch.save(state, unfinished)
+    unfinished.replace(path)
+
+
+def load_state(
+    folder: Path, draft: BlockDraft, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
+) -> Resumed:
+    """Fill draft and optimizer with a run's state; return where it stopped.
+
+    Raises:
+        SettingsError: there is none, or it is of a run with other settings.
+    """
+    path = state_path(folder)
+    if not path.exists():
+        raise SettingsError(f"--resume: {path} is not there; leave the option out to begin")
+    device = next(draft.parameters()).device
+    state = torch.load(path, map_location=device, weights_only=True)
+    found = json.loads(state["identity"])
+    differing = [
+        f"{section}.{key} ({found.get(section, {}).get(key)!r}, now {value!r})"
+        for section, values in identity.items()
+        for key, value in values.items()
+        if found.get(section, {}).get(key) != value
+    ]
+    if differing:
+        raise SettingsError(
+            f"--resume: {path} is of a run with another {', '.join(differing)}: restore these "
+            "settings, or begin anew in another folder"
+        )
+    draft.load_state_dict(state["draft"])
+    optimizer.load_state_dict(state["optimizer"])
+    return Resumed(state["step"], state["metrics"])
+
+
+def export_draft(folder: Path, draft: BlockDraft, config: dict[str, Any]) -> None:
+    """Write config.json and model.safetensors, in the type that the config names."""
+    dtype = getattr(torch, config["dtype"])
+    weights = {
+        name: tensor.detach().to("cpu", dtype).contiguous()
+        for name, tensor in draft.state_dict().items()
+    }
+    unfinished = folder / "model.unfinished"
+    save_file(weights, unfinished, metadata={"format": "pt"})
+    unfinished.replace(folder / "model.safetensors")
+    text = json.dumps(config, indent=1) + "\n"
+    (folder / "config.json").write_text(text, encoding="utf-8")

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`sglang-dflash train`: the arguments, and the run from target to draft.
+
+Reading the arguments loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.training.settings import LoopSettings, Settings, SettingsError
+from sglang_dflash.training.settings_file import settings_from_yaml
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["add_train_parser", "run_train"]
+
+log = logging.getLogger(__name__)
+
+FAILED, BAD_USAGE = 1, 2
+
+
+def add_train_parser(subparsers: argparse._SubParsersAction) -> argparse.ArgumentParser:
+    """Add the sub-command to a command line; return its parser."""
+    parser = subparsers.add_parser(
+        "train",
+        help="make a DFlash draft for a target",
+        description=(
+            "Lets TARGET answer prompts, and trains a draft on these texts. OUT is the draft's "
+            "folder afterwards; a run that was stopped goes on with --resume."
+        ),
+    )
+    add = parser.add_argument
+    add("target", metavar="TARGET", help="the target: a folder or a hub name")
+    add("out", metavar="OUT", type=Path, help="folder of the draft")
+    add(
+        "--prompts",
+        action="append",
+        metavar="SOURCE",
+        help="FILE, FILE:N or auto:N, where the target makes prompts up; repeatable. "
+        "Default: data.prompts of the config, else auto:2000",
+    )
+    add("--config", type=Path, metavar="YAML", help="settings: sections draft, data and train")
+    add("--steps", type=int, metavar="N", help="train.steps")
+    add("--block-size", type=int, metavar="B", help="draft.block_size, the anchor included")
+    add("--num-layers", type=int, metavar="N", help="draft.num_layers")
+    add("--seed", type=int, metavar="N", help="data.seed and train.seed")
+    add("--init-from-target-layers", action="store_true", default=None, help="start from these")
+    add("--data", type=Path, metavar="DIR", help="folder of the texts; default: OUT/training/data")
+    add("--data-only", action="store_true", help="make the texts, and stop")
+    add("--resume", action="store_true", help="go on from OUT's last state")
+    add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
+    add("--quiet", action="store_true", help="no progress bars")
+    parser.set_defaults(run=lambda arguments, _: run_train(arguments))
+    return parser
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Make texts and train; return 0, 1 where no draft is possible, 2 for bad arguments.
+
+    Under torchrun each process runs this; the texts must be there then.
+    """
+    try:
+        settings = _settings(arguments)
+        _check_folder(arguments)
+        _train(arguments, settings)
+    except SettingsError as error:
+        return _complain(error, BAD_USAGE)
+    except UnsupportedCheckpoint as error:
+        return _complain(error, FAILED)
+    return 0
+
+
+def _complain(error: Exception, code: int) -> int:
+    sys.stderr.write(f"sglang-dflash train: {error}\n")
+    return code
+
+
+def _settings(arguments: argparse.Namespace) -> Settings:
+    """Return the config's settings under those of the flags."""
+    stated = settings_from_yaml(arguments.config) if arguments.config else Settings()
+    changes: dict[str, dict[str, Any]] = {
+        "draft": {
+            "block_size": arguments.block_size,
+            "num_layers": arguments.num_layers,
+            "init_from_target_layers": arguments.init_from_target_layers,
+        },
+        "data": {
+            "prompts": tuple(arguments.prompts) if arguments.prompts else None,
+            "seed": arguments.seed,
+        },
+        "train": {"steps": arguments.steps, "seed": arguments.seed},
+    }
+    return Settings(
+        **{
+            section: dataclasses.replace(
+                getattr(stated, section), **{k: v for k, v in given.items() if v is not None}
+            )
+            for section, given in changes.items()
+        }
+    )
+
+
+def _check_folder(arguments: argparse.Namespace) -> None:
+    run = arguments.out / "training"
+    if (run / "state.pt").exists() and not arguments.resume and not arguments.data_only:
+        raise SettingsError(f"{arguments.out} holds a run: add --resume, or name another folder")
+    if (arguments.out / "config.json").exists() and not run.exists():
+        raise SettingsError(f"{arguments.out} holds a model that is no run of this: name another")
+    if arguments.resume and not run.exists():
+        raise SettingsError(f"--resume: {arguments.out} holds no run; leave the option out")
+
+
+def _train(arguments: argparse.Namespace, settings: Settings) -> None:
+    from sglang_dflash.training.checkpoint import state_path
+    from sglang_dflash.training.data import build_corpus, corpus_is_complete
+    from sglang_dflash.training.frozen import embedding_of, head_of
+    from sglang_dflash.training.initial import draft_config_json, new_draft
+    from sglang_dflash.training.loop import Trainer
+    from sglang_dflash.training.ranks import process_rank
+
+    with process_rank(arguments.device) as rank:
+        run = arguments.out / "training"
+        texts = arguments.data or run / "data"
+        if rank.count > 1 and not corpus_is_complete(texts):
+            raise SettingsError(
+                f"{texts}: the texts are not all there; make them by one process with --data-only "
+                "before torchrun"
+            )
+        target, tokenizer = _target(arguments.target, rank.device)
+        config = draft_config_json(target, tokenizer, settings.draft)
+        layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
+        quiet = arguments.quiet or not rank.is_first
+        run.mkdir(parents=True, exist_ok=True)
+        corpus = build_corpus(texts, target, tokenizer, settings.data, layer_ids, quiet=quiet)
+        _check_split(corpus.split(held_out=False), settings.train)
+        if arguments.data_only:
+            return
+        if rank.is_first:
+            _write_recipe(run / "settings.json", arguments, settings)
+        draft = new_draft(
+            config,
+            target,
+            seed=settings.train.seed,
+            from_target_layers=settings.draft.init_from_target_layers,
+        )
+        embedding, head = embedding_of(target), head_of(target)
+        del target  # its layers are done; the draft needs their memory
+        trainer = Trainer(draft, embedding, head, corpus, settings, config, rank)
+        # A run that was stopped while it made its texts has no state yet.
+        resume = arguments.resume and state_path(run).exists()
+        trainer.run(run, arguments.out, resume=resume, quiet=quiet)
+
+
+def _target(name: str, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if not os.path.exists(name) and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
+        raise SettingsError(f"TARGET {name}: neither a folder nor a hub name")
+    try:
+        target = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
+        tokenizer = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"TARGET {name}: transformers cannot load it: {error}") from error
+    return target.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _check_split(numbers: list[int], settings: LoopSettings) -> None:
+    if len(numbers) < settings.texts_per_batch:
+        raise SettingsError(
+            f"train.texts_per_batch is {settings.texts_per_batch}, and there are {len(numbers)} "
+            "texts to train on: give more prompts, or take fewer a batch"
+        )
+
+
+def _write_recipe(path: Path, arguments: argparse.Namespace, settings: Settings) -> None:
+    """Keep what a model card needs to say how the draft was made."""
+    recipe = {"target": arguments.target, "settings": settings.as_dict()}
+    path.write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The texts of a run: prompts gathered or made up, answered by the target, stored once.
+
+A shard is the unit of resuming: its texts depend on the settings and its number alone, so that a
+stopped run goes on to the same files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from sglang_dflash.training.answers import answer, capture
+from sglang_dflash.training.auto_prompts import auto_file, auto_prompts, generator_for, stop_tokens
+from sglang_dflash.training.captured import Capture, Text
+from sglang_dflash.training.frozen import embedding_of
+from sglang_dflash.training.prompts import (
+    AUTO,
+    Prompt,
+    parse_source,
+    prompt_tokens,
+    read_prompts,
+    share_of,
+)
+from sglang_dflash.training.settings import DataSettings, SettingsError
+from sglang_dflash.training.shards import Corpus, TextInfo, shard_path, write_shard
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["build_corpus", "corpus_is_complete"]
+
+log = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+
+
+def build_corpus(
+    folder: Path,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: DataSettings,
+    layer_ids: tuple[int, ...],
+    *,
+    quiet: bool = False,
+) -> Corpus:
+    """Return the texts in a folder, made as far as they are not there yet.
+
+    Args:
+        folder: Where they are kept.
+        target: Who answers.
+        tokenizer: Its tokenizer.
+        settings: Which texts.
+        layer_ids: The target's layers to capture.
+        quiet: No progress bar.
+
+    Raises:
+        SettingsError: prompts cannot be had, or the folder holds texts made in another way.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    _check_manifest(folder, settings, layer_ids, target)
+    jobs = _jobs(folder, target, tokenizer, settings, quiet=quiet)
+    texts = "\0".join(job.prompt.text for job in jobs)
+    _note(folder, "prompts_sha256", hashlib.sha256(texts.encode()).hexdigest())
+    size = settings.texts_per_shard
+    shards = [jobs[i : i + size] for i in range(0, len(jobs), size)]
+    keep = Capture(layer_ids, settings.num_laws)
+    stops = stop_tokens(target, tokenizer)
+    with tqdm(total=len(jobs), desc="texts", unit="text", disable=quiet) as bar:
+        for number, part in enumerate(shards):
+            path = shard_path(folder, number)
+            if not path.exists():
+                _make_shard(path, number, part, target, keep, settings, stops)
+            bar.update(len(part))
+    _note(folder, "num_shards", len(shards))
+    return Corpus(folder)
+
+
+def corpus_is_complete(folder: Path) -> bool:
+    """Tell whether `build_corpus` has finished there."""
+    manifest = folder / _MANIFEST
+    if not manifest.is_file():
+        return False
+    number = json.loads(manifest.read_text(encoding="utf-8")).get("num_shards")
+    return number is not None and all(shard_path(folder, i).exists() for i in range(number))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One text to make.
+
+    Attributes:
+        prompt: Whose.
+        tokens: The prompt's.
+        response: The answer's where it is given, else None.
+        info: Of the text, length and place still open.
+    """
+
+    prompt: Prompt
+    tokens: list[int]
+    response: list[int] | None
+    info: TextInfo
+
+
+def _check_manifest(
+    folder: Path, settings: DataSettings, layer_ids: tuple[int, ...], target: PreTrainedModel
+) -> None:
+    """Note how the texts are made, or refuse a folder whose texts were made otherwise."""
+    weight = embedding_of(target)[:256].float().cpu().contiguous()
+    stated = {
+        **{k: list(v) if isinstance(v, tuple) else v for k, v in vars(settings).items()},
+        "layer_ids": list(layer_ids),
+        "target": hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16],
+    }
+    path = folder / _MANIFEST
+    # A run that failed before it made anything binds nobody.
+    has_texts = shard_path(folder, 0).exists() or auto_file(folder).exists()
+    if not path.exists() or not has_texts:
+        path.write_text(json.dumps(stated, indent=1), encoding="utf-8")
+        return
+    found = json.loads(path.read_text(encoding="utf-8"))
+    differing = [key for key in stated if found.get(key) != stated[key]]
+    if differing:
+        raise SettingsError(
+            f"{folder} holds texts made with another {', '.join(differing)}: restore these "
+            "settings, or name another folder by --data"
+        )
+
+
+def _note(folder: Path, key: str, value: Any) -> None:
+    """Add to what the manifest says, or refuse a folder that was made of other prompts.
+
+    Nothing is written where it says so already: several processes may read a finished folder.
+    """
+    path = folder / _MANIFEST
+    found = json.loads(path.read_text(encoding="utf-8"))
+    if found.get(key, value) != value:
+        raise SettingsError(
+            f"{folder} holds texts of other prompts ({key} is {found[key]}, now {value}): restore "
+            "the prompt files, or name another folder by --data"
+        )
+    if key not in found:
+        path.write_text(json.dumps(found | {key: value}, indent=1), encoding="utf-8")
+
+
+def _jobs(
+    folder: Path,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: DataSettings,
+    *,
+    quiet: bool,
+) -> list[_Job]:
+    """Return all texts to make, each prompt once, in an order that mixes the kinds."""
+    prompts: dict[str, Prompt] = {}
+    for stated in settings.prompts:
+        source = parse_source(stated)
+        if source.name == AUTO:
+            made = auto_prompts(folder, target, tokenizer, settings, source.limit or 0, quiet=quiet)
+        else:
+            made = read_prompts(source)
+        for prompt in made:
+            prompts.setdefault(prompt.text, prompt)
+    jobs = [_job(prompt, tokenizer, settings) for prompt in prompts.values()]
+    fitting = [job for job in jobs if 1 <= len(job.tokens) <= settings.max_prompt_tokens]
+    if len(fitting) < len(jobs):
+        log.info("%d prompts left out: longer than the limit", len(jobs) - len(fitting))
+    if not any(job.info.held_out for job in fitting):
+        raise SettingsError(
+            f"data.held_out_share {settings.held_out_share} of {len(fitting)} prompts holds none "
+            "out: raise it, or give more prompts"
+        )
+    return sorted(fitting, key=lambda job: share_of(job.prompt.text, "order"))
+
+
+def _job(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, settings: DataSettings) -> _Job:
+    tokens = prompt_tokens(prompt.text, tokenizer, settings)
+    greedy = share_of(prompt.text, "greedy") < settings.greedy_share
+    held_out = share_of(prompt.text, "held out") < settings.held_out_share
+    temperature = 0.0 if greedy else settings.temperature
+    response = None
+    if prompt.response is not None:
+        response = list(tokenizer(prompt.response, add_special_tokens=False)["input_ids"])
+        if tokenizer.eos_token_id is not None:
+            response.append(tokenizer.eos_token_id)
+    info = TextInfo(0, 0, 0, len(tokens), temperature, held_out, prompt.kind)
+    return _Job(prompt, tokens, response, info)
+
+
+def _make_shard(
+    path: Path,
+    number: int,
+    jobs: list[_Job],
+    target: PreTrainedModel,
+    keep: Capture,
+    settings: DataSettings,
+    stops: frozenset[int],
+) -> None:
+    """Answer one shard's prompts, those of like length together, and write it."""
+    generator = generator_for(settings.seed, 2, number)
+    made: dict[int, Text] = {}
+    # Python's sort is stable, so that the batches are the same in every run.
+    order = sorted(range(len(jobs)), key=lambda i: len(jobs[i].tokens))
+    given = [i for i in order if jobs[i].response is not None]
+    asked = [i for i in order if jobs[i].response is None]
+    for i in given:
+        response = (jobs[i].response or [])[: settings.max_new_tokens]
+        made[i] = capture(target, jobs[i].tokens + response, len(jobs[i].tokens), keep)
+    for first in range(0, len(asked), settings.batch_size):
+        part = asked[first : first + settings.batch_size]
+        texts = answer(
+            target,
+            [jobs[i].tokens for i in part],
+            [jobs[i].info.temperature for i in part],
+            keep,
+            max_new_tokens=settings.max_new_tokens,
+            top_k=settings.top_k,
+            stop_ids=stops,
+            generator=generator,
+        )
+        made.update(zip(part, texts, strict=True))
+    # A block needs an anchor and a label.
+    usable = [i for i in range(len(jobs)) if len(made[i].tokens) - made[i].start >= 2]
+    infos, row = [], 0
+    for i in usable:
+        length = len(made[i].tokens)
+        infos.append(jobs[i].info._replace(shard=number, first=row, length=length))
+        row += length
+    write_shard(path, [made[i] for i in usable], infos)

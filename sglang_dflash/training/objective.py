@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The loss of a batch: blocks through the draft, the target's head, cross-entropy."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import nn
+
+from sglang_dflash.training.anchors import block_labels
+from sglang_dflash.training.loss import RowLabels, label_cross_entropy, position_weights
+
+if TYPE_CHECKING:
+    from sglang_dflash.training.batches import Batch
+    from sglang_dflash.training.model import BlockDraft
+    from sglang_dflash.training.settings import LoopSettings
+
+__all__ = ["BlockLoss", "BlockResult"]
+
+
+class BlockResult(NamedTuple):
+    """What a batch gave.
+
+    Attributes:
+        loss: Scalar.
+        correct: [B-1] int64, rows whose most likely token is the text's, by position.
+        counted: [B-1] int64, rows with a label, by position.
+    """
+
+    loss: torch.Tensor
+    correct: torch.Tensor
+    counted: torch.Tensor
+
+
+class BlockLoss(nn.Module):
+    """The draft between the target's frozen embedding and head.
+
+    Attributes:
+        draft: What is trained; nothing else has gradients.
+    """
+
+    def __init__(
+        self,
+        draft: BlockDraft,
+        embedding: torch.Tensor,
+        head: torch.Tensor,
+        settings: LoopSettings,
+        vocabulary: torch.Tensor | None = None,
+    ) -> None:
+        """Take the target's weights.
+
+        Args:
+            draft: The draft, float32.
+            embedding: [V, H], the target's.
+            head: [V, H], the target's.
+            settings: Weights, labels and types.
+            vocabulary: [V'] int64, the tokens that the softmax of the loss is over; None is all.
+        """
+        super().__init__()
+        self.draft = draft
+        self._settings = settings
+        self._autocast = settings.dtype == "bfloat16"
+        dtype = torch.bfloat16 if self._autocast else next(draft.parameters()).dtype
+        # Plain attributes: frozen, on the draft's device, and no part of a state.
+        self._embedding = embedding.detach()
+        self._head = head.detach().to(dtype)
+        self._places: torch.Tensor | None = None
+        if vocabulary is not None:
+            self._places = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
+            self._places[vocabulary] = torch.arange(len(vocabulary), device=head.device)
+            self._unseen_head = self._head[self._places < 0]
+            self._head = self._head[vocabulary].contiguous()
+
+    def forward(self, batch: Batch) -> BlockResult:
+        """Return loss and hits of a batch."""
+        hidden = self.hidden_states(batch)  # [n, A, B, H]
+        places, known = block_labels(batch.anchors, batch.lengths, batch.block_size)
+        text, block, row = known.nonzero(as_tuple=True)  # [M] each
+        tokens = batch.tokens[text, places[text, block, row]]
+        labels = self._labels(batch, text, places[text, block, row], tokens)
+        decay = self._settings.decay_of(batch.block_size)
+        weights = position_weights(batch.block_size, decay).to(hidden.device)[row]
+        head, bias = self._head_and_bias(batch.uniforms)
+        rows_hidden = hidden[text, block, row + 1]  # [M, H]
+        loss, best = label_cross_entropy(rows_hidden, head, labels, weights, bias)
+        hits = (best == self._place_of(tokens)).to(torch.int64)
+        rows = batch.block_size - 1
+        return BlockResult(
+            loss,
+            torch.bincount(row, weights=hits.double(), minlength=rows).to(torch.int64),
+            torch.bincount(row, minlength=rows),
+        )
+
+    def hidden_states(self, batch: Batch) -> torch.Tensor:
+        """Return the draft's final hidden states of a batch's blocks, [n, A, B, H]."""
+        mask_token_id = self.draft.config.mask_token_id
+        assert mask_token_id is not None, "a new draft's config states it"
+        masks = (*batch.anchors.shape, batch.block_size)
+        ids = torch.full(masks, mask_token_id, device=batch.anchors.device)
+        ids[..., 0] = batch.tokens.gather(1, batch.anchors.clamp(min=0))
+        wide = next(self.draft.parameters()).dtype
+        # The residual stream stays wide; products are narrow under autocast.
+        embeddings = nn.functional.embedding(ids, self._embedding).to(wide)
+        device = batch.anchors.device.type
+        with torch.autocast(device, torch.bfloat16, enabled=self._autocast):
+            features = batch.features if self._autocast else batch.features.to(wide)
+            return self.draft.forward_blocks(embeddings, batch.anchors, features)
+
+    def _head_and_bias(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the head's rows that the softmax is over, and what to add to their logits.
+
+        A sample of S of N unseen tokens stands for all of them where each counts N / S times: the
+        sum of exponentials is then right on average. Without it nothing pushes unseen tokens
+        down, and a draft whose loss is low proposes them.
+
+        Args:
+            uniforms: [S] float32 in [0, 1).
+        """
+        if self._places is None or not len(uniforms) or not len(self._unseen_head):
+            return self._head, None
+        number = len(self._unseen_head)
+        sampled = (uniforms * number).long().clamp(max=number - 1)
+        bias = self._head.new_zeros(len(self._head) + len(sampled))
+        bias[len(self._head) :] = math.log(number / len(sampled))
+        return torch.cat((self._head, self._unseen_head[sampled])), bias
+
+    def _labels(
+        self, batch: Batch, text: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
+    ) -> RowLabels:
+        """Return the laws of rows whose tokens [M] stand at positions [M] of texts [M]."""
+        share = self._settings.soft_share
+        if share == 0 or batch.law_ids.shape[-1] == 0:
+            ids = self._place_of(tokens)[:, None]
+            return RowLabels(ids, torch.ones_like(ids, dtype=torch.float32))
+        # The law of a token is what the target said at the one before.
+        ids = batch.law_ids[text, positions - 1]
+        probs = batch.law_logprobs[text, positions - 1].exp()
+        places = self._place_of(ids)
+        probs = probs.masked_fill(places < 0, 0.0)
+        probs = share * probs / probs.sum(-1, keepdim=True).clamp(min=1e-30)
+        return RowLabels(places.clamp(min=0), probs + (1 - share) * (ids == tokens[:, None]))
+
+    def _place_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the head's rows of tokens; -1 where the softmax leaves one out."""
+        return tokens if self._places is None else self._places[tokens]

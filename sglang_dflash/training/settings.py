@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training run can be told, as frozen objects read once from YAML and flags."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["DataSettings", "DraftSettings", "LoopSettings", "Settings", "SettingsError"]
+
+_PUBLISHED_DECAYS = {16: 7.0, 10: 5.0, 8: 4.0}
+
+
+class SettingsError(ValueError):
+    """A setting that is unknown, of another type, or out of range; the text names it."""
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """The shape of the draft; all else is taken from the target.
+
+    Attributes:
+        num_layers: Decoder layers.
+        block_size: B, the anchor included.
+        num_features: Target layers to capture, spread evenly; None takes `num_layers`.
+        target_layer_ids: The captured layers themselves, in place of `num_features`.
+        intermediate_size: Width of the MLP; None takes the target's.
+        mask_token_id: Token that stands for "not known yet"; None picks a reserved one.
+        sliding_window: Window of `sliding_layers` in tokens, or None for full attention.
+        sliding_layers: Draft layers that have the window.
+        init_from_target_layers: Start from evenly spread target layers, not from noise.
+    """
+
+    num_layers: int = 5
+    block_size: int = 16
+    num_features: int | None = None
+    target_layer_ids: tuple[int, ...] | None = None
+    intermediate_size: int | None = None
+    mask_token_id: int | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] = ()
+    init_from_target_layers: bool = False
+
+    def __post_init__(self) -> None:
+        _require(1 <= self.num_layers <= 64, "draft.num_layers", self.num_layers, "1 to 64")
+        _require(2 <= self.block_size <= 64, "draft.block_size", self.block_size, "2 to 64")
+        if self.sliding_layers or self.sliding_window is not None:
+            valid = bool(self.sliding_layers) and (self.sliding_window or 0) >= self.block_size
+            _require(
+                valid and all(0 <= i < self.num_layers for i in self.sliding_layers),
+                "draft.sliding_layers",
+                self.sliding_layers,
+                "layer numbers, and draft.sliding_window of at least a block",
+            )
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """Which texts of the target the draft learns from.
+
+    Attributes:
+        prompts: Sources, `FILE`, `FILE:N` or `auto:N`; `auto` lets the target make them up.
+        auto_starts: Beginnings that the target completes to a prompt, in turn.
+        max_prompt_tokens: Longer prompts are left out.
+        max_new_tokens: Where an answer is cut.
+        greedy_share: Share of answers decoded at temperature 0.
+        temperature: Of the other answers.
+        top_k: Tokens that sampling chooses from.
+        num_laws: Most likely next tokens stored at each position for soft labels; 0 stores none.
+        system_prompt: Put before each prompt, or None.
+        thinking: Passed to the chat template as `enable_thinking`.
+        held_out_share: Share of prompts kept for measuring, chosen by the prompt's hash.
+        batch_size: Texts decoded together.
+        texts_per_shard: Texts of one file, the unit of resuming.
+        seed: Of sampling.
+    """
+
+    prompts: tuple[str, ...] = ("auto:2000",)
+    auto_starts: tuple[str, ...] = ("",)
+    max_prompt_tokens: int = 512
+    max_new_tokens: int = 512
+    greedy_share: float = 0.6
+    temperature: float = 0.7
+    top_k: int = 50
+    num_laws: int = 16
+    system_prompt: str | None = None
+    thinking: bool = False
+    held_out_share: float = 0.03
+    batch_size: int = 64
+    texts_per_shard: int = 256
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_new_tokens", "top_k", "batch_size"):
+            _require(getattr(self, name) >= 1, f"data.{name}", getattr(self, name), "1 or more")
+        _require(bool(self.prompts), "data.prompts", self.prompts, "at least one source")
+        _require(bool(self.auto_starts), "data.auto_starts", self.auto_starts, "one or more texts")
+        _require(self.max_new_tokens >= 3, "data.max_new_tokens", self.max_new_tokens, "3 or more")
+        _require(self.texts_per_shard >= 1, "data.texts_per_shard", self.texts_per_shard, "1 up")
+        _require(0 <= self.greedy_share <= 1, "data.greedy_share", self.greedy_share, "0 to 1")
+        _require(0 < self.temperature < 10, "data.temperature", self.temperature, "above 0")
+        _require(
+            0 < self.held_out_share < 1, "data.held_out_share", self.held_out_share, "0 to 1, open"
+        )
+        # The token that was drawn must be among those whose law is stored.
+        valid = self.num_laws == 0 or self.num_laws >= 2
+        _require(valid, "data.num_laws", self.num_laws, "0, or 2 or more")
+
+
+@dataclass(frozen=True)
+class LoopSettings:
+    """How the draft is trained.
+
+    Attributes:
+        steps: Optimizer steps.
+        texts_per_batch: Texts of one forward; they share the step's context projections.
+        anchors_per_text: Blocks drawn from each text.
+        accumulate: Forwards of one optimizer step.
+        learning_rate: Its peak.
+        warmup_share: Share of the steps in which it rises; it then falls to 0 as a cosine.
+        weight_decay: AdamW's.
+        clip_norm: Largest norm of the gradient.
+        position_decay: g of the weights exp(-(k-1)/g); None takes 7 / 5 / 4 at B = 16 / 10 / 8.
+        soft_share: Share of the target's stored distribution in the labels, the rest is its token.
+        softmax_vocabulary: `full`, or `seen` for the tokens that occur in the texts and a sample
+            of the others that stands for all of them: a fraction of the head's cost.
+        unseen_samples: Size of that sample, drawn anew for each batch.
+        short_block_size: B of the short blocks, with as many more anchors; 0 has none.
+        short_block_share: Share of the steps with short blocks.
+        checkpoint_every: Steps between resumable states.
+        eval_every: Steps between measurements on held-out texts.
+        eval_texts: Held-out texts measured.
+        dtype: Of the matrix products; masters and optimizer are float32.
+        seed: Of initial weights, order and anchors.
+    """
+
+    steps: int = 2000
+    texts_per_batch: int = 8
+    anchors_per_text: int = 24
+    accumulate: int = 1
+    learning_rate: float = 6e-4
+    warmup_share: float = 0.04
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    position_decay: float | None = None
+    soft_share: float = 0.0
+    softmax_vocabulary: Literal["full", "seen"] = "full"
+    unseen_samples: int = 1024
+    short_block_size: int = 0
+    short_block_share: float = 0.0
+    checkpoint_every: int = 200
+    eval_every: int = 200
+    eval_texts: int = 32
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        counts = "steps texts_per_batch anchors_per_text accumulate unseen_samples checkpoint_every"
+        for name in [*counts.split(), "eval_every", "eval_texts"]:
+            _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
+        for name in ("learning_rate", "clip_norm"):
+            _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
+        for name in ("warmup_share", "soft_share", "short_block_share"):
+            _require(0 <= getattr(self, name) <= 1, f"train.{name}", getattr(self, name), "0 to 1")
+        decay = self.position_decay
+        _require(decay is None or decay > 0, "train.position_decay", decay, "above 0")
+        short = self.short_block_size
+        _require(short == 0 or short >= 2, "train.short_block_size", short, "0, or 2 or more")
+        valid = short > 0 or self.short_block_share == 0
+        _require(valid, "train.short_block_share", self.short_block_share, "0 without a size")
+
+    def decay_of(self, block_size: int) -> float:
+        """Return g of the position weights for a block size; 0.45 B where none was published."""
+        return self.position_decay or _PUBLISHED_DECAYS.get(block_size, 0.45 * block_size)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A whole run.
+
+    Attributes:
+        draft: Its shape.
+        data: Its texts.
+        train: Its loop.
+    """
+
+    draft: DraftSettings = field(default_factory=DraftSettings)
+    data: DataSettings = field(default_factory=DataSettings)
+    train: LoopSettings = field(default_factory=LoopSettings)
+
+    def __post_init__(self) -> None:
+        has_laws = self.data.num_laws > 0 or self.train.soft_share == 0
+        _require(has_laws, "data.num_laws", 0, "2 or more, for train.soft_share needs them")
+        short = self.train.short_block_size
+        fits = short < self.draft.block_size
+        _require(fits, "train.short_block_size", short, f"less than {self.draft.block_size}")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what `settings_from_dict` takes, every value stated."""
+        return {
+            section: {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+            for section, values in dataclasses.asdict(self).items()
+        }
+
+
+def _require(holds: bool, name: str, value: Any, allowed: str) -> None:
+    if not holds:
+        raise SettingsError(f"{name} is {value!r}, expected {allowed}")

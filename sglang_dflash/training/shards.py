@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts on disk: some hundreds a safetensors file, read row by row from the mapped file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from sglang_dflash.training.captured import Text
+
+__all__ = ["Corpus", "TextInfo", "shard_path", "write_shard"]
+
+
+class TextInfo(NamedTuple):
+    """What is known of a stored text without reading it.
+
+    Attributes:
+        shard: Number of its file.
+        first: Its first row in the file.
+        length: T, its tokens.
+        start: Position of the answer's first token.
+        temperature: The answer was decoded at.
+        held_out: Whether it is kept for measuring.
+        kind: Where its prompt is from.
+    """
+
+    shard: int
+    first: int
+    length: int
+    start: int
+    temperature: float
+    held_out: bool
+    kind: str
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Return where a shard lies."""
+    return folder / f"texts-{number:05d}.safetensors"
+
+
+def write_shard(path: Path, texts: list[Text], infos: list[TextInfo]) -> None:
+    """Write some texts to one file, which is there whole or not at all.
+
+    Args:
+        path: The file.
+        texts: At least one.
+        infos: One a text; `first` and `shard` are those that `Corpus` will state.
+    """
+    tensors = {
+        "tokens": torch.cat([text.tokens for text in texts]),
+        "features": torch.cat([text.features for text in texts]),
+        "law_ids": torch.cat([text.law_ids for text in texts]),
+        "law_logprobs": torch.cat([text.law_logprobs for text in texts]),
+    }
+    unfinished = path.with_suffix(".unfinished")
+    save_file(tensors, unfinished, metadata={"texts": json.dumps(infos)})
+    unfinished.replace(path)
+
+
+class Corpus:
+    """All texts of a folder of shards.
+
+    Attributes:
+        infos: One a text, in the order of the shards.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        paths = sorted(folder.glob("texts-*.safetensors"))
+        self._files = [safe_open(path, framework="pt") for path in paths]
+        self.infos = [
+            TextInfo(*stated)
+            for file in self._files
+            for stated in json.loads(file.metadata()["texts"])
+        ]
+
+    def split(self, *, held_out: bool) -> list[int]:
+        """Return the numbers of the texts to measure on, or of those to train on."""
+        return [i for i, info in enumerate(self.infos) if info.held_out == held_out]
+
+    def read(self, number: int) -> Text:
+        """Return a text by its number."""
+        info = self.infos[number]
+        rows = slice(info.first, info.first + info.length)
+        file = self._files[info.shard]
+        parts = {
+            name: file.get_slice(name)[rows]
+            for name in ("tokens", "features", "law_ids", "law_logprobs")
+        }
+        return Text(start=info.start, **parts)
+
+    def vocabulary(self, numbers: list[int]) -> torch.Tensor:
+        """Return the tokens that occur in some texts, rising, [V'] int64."""
+        slices = [file.get_slice("tokens") for file in self._files]
+        infos = [self.infos[number] for number in numbers]
+        seen = [slices[i.shard][i.first : i.first + i.length] for i in infos]
+        return torch.cat(seen).unique().to(torch.int64)

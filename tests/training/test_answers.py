@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Texts of a tiny target: the target's own, captured right, and the same after a stop."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pairs import Pair, random_prompt
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import sglang_dflash.training.data
+from sglang_dflash.hf import context_features
+from sglang_dflash.training.answers import answer, capture
+from sglang_dflash.training.captured import Capture, Text
+from sglang_dflash.training.data import build_corpus, corpus_is_complete
+from sglang_dflash.training.settings import DataSettings, SettingsError
+
+KEEP = Capture(layer_ids=(0, 2), num_laws=4)
+SETTINGS = DataSettings(
+    prompts=("auto:20",),
+    max_new_tokens=12,
+    batch_size=4,
+    texts_per_shard=6,
+    held_out_share=0.3,
+    num_laws=4,
+)
+
+
+@pytest.fixture(scope="module")
+def target(llama_pair: Pair) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(llama_pair.target, dtype=torch.float32)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(llama_pair: Pair) -> Any:
+    return AutoTokenizer.from_pretrained(llama_pair.target)
+
+
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [random_prompt(length, generator)[0].tolist() for length in (3, 11, 7, 5)]
+
+
+def answered(
+    target: Any, temperatures: list[float], stops: frozenset[int] = frozenset()
+) -> list[Text]:
+    return answer(
+        target,
+        prompts(),
+        temperatures,
+        KEEP,
+        max_new_tokens=20,
+        top_k=50,
+        stop_ids=stops,
+        generator=torch.Generator().manual_seed(1),
+    )
+
+
+def test_greedy_answers_are_those_of_transformers(target: Any) -> None:
+    for prompt, text in zip(prompts(), answered(target, [0.0] * 4), strict=True):
+        expected = target.generate(
+            torch.tensor([prompt]), max_new_tokens=20, min_new_tokens=20, do_sample=False
+        )
+        assert text.tokens.tolist() == expected[0].tolist()
+        assert text.start == len(prompt)
+
+
+def test_what_is_captured_while_decoding_is_what_one_pass_gives(target: Any) -> None:
+    for text in answered(target, [0.0, 0.7, 0.0, 0.7]):
+        output = target(text.tokens[None].long(), output_hidden_states=True)
+        features = context_features(output.hidden_states, KEEP.layer_ids)[0]
+        laws = output.logits[0].log_softmax(-1)
+        read = slice(0, len(text.tokens) - 1)
+        torch.testing.assert_close(
+            text.features[read].float(), features[read], atol=0.05, rtol=0.02
+        )
+        assert not text.features[-1].any()
+        for row in range(text.start - 1, len(text.tokens) - 1):
+            ids = text.law_ids[row].long()
+            assert int(text.tokens[row + 1]) in ids.tolist()
+            torch.testing.assert_close(
+                text.law_logprobs[row].float(), laws[row, ids], atol=0.01, rtol=0.01
+            )
+
+
+def test_capturing_a_given_text_equals_capturing_while_decoding(target: Any) -> None:
+    for text in answered(target, [0.0, 0.7, 0.0, 0.7]):
+        given = capture(target, text.tokens.tolist(), text.start, KEEP)
+        assert torch.equal(given.tokens, text.tokens)
+        torch.testing.assert_close(given.features, text.features, atol=0.05, rtol=0.02)
+        torch.testing.assert_close(given.law_logprobs, text.law_logprobs, atol=0.01, rtol=0.01)
+
+
+def test_a_text_ends_at_its_stop_token_and_the_others_go_on(target: Any) -> None:
+    whole = answered(target, [0.0] * 4)
+    stop = int(whole[1].tokens[whole[1].start + 4])
+    for text, full in zip(answered(target, [0.0] * 4, frozenset([stop])), whole, strict=True):
+        expected = full.tokens[full.start :].tolist()
+        if stop in expected:
+            expected = expected[: expected.index(stop) + 1]
+        assert text.tokens[text.start :].tolist() == expected
+
+
+def test_sampled_answers_follow_the_target(target: Any) -> None:
+    """The first token of many answers to one prompt, by the target's own law."""
+    prompt, number = prompts()[0], 3000
+    texts = answer(
+        target,
+        [prompt] * number,
+        [0.7] * number,
+        Capture(),
+        max_new_tokens=1,
+        top_k=5,
+        stop_ids=frozenset(),
+        generator=torch.Generator().manual_seed(2),
+    )
+    drawn = torch.bincount(torch.tensor([int(t.tokens[-1]) for t in texts]), minlength=320)
+    logits, ids = target(torch.tensor([prompt])).logits[0, -1].topk(5)
+    law = torch.zeros(320).scatter(0, ids, torch.softmax(logits / 0.7, dim=-1))
+    assert not drawn[law == 0].any()
+    likely = law * number >= 5
+    spread = (drawn - law * number)[likely].square() / (law * number)[likely]
+    assert float(spread.sum()) < 40  # 4 degrees of freedom
+
+
+def digest(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("texts-*"))}
+
+
+def test_a_stopped_run_goes_on_to_the_same_texts(
+    target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    build_corpus(whole, target, tokenizer, SETTINGS, (0, 2), quiet=True)
+    assert corpus_is_complete(whole)
+    real = sglang_dflash.training.data.write_shard
+
+    def killed(path: Path, *rest: Any) -> None:
+        if path.name == "texts-00001.safetensors":
+            raise KeyboardInterrupt
+        real(path, *rest)
+
+    monkeypatch.setattr(sglang_dflash.training.data, "write_shard", killed)
+    with pytest.raises(KeyboardInterrupt):
+        build_corpus(stopped, target, tokenizer, SETTINGS, (0, 2), quiet=True)
+    assert not corpus_is_complete(stopped)
+    assert len(digest(stopped)) == 1
+    monkeypatch.undo()
+    corpus = build_corpus(stopped, target, tokenizer, SETTINGS, (0, 2), quiet=True)
+    assert digest(stopped) == digest(whole)
+    assert {info.kind for info in corpus.infos} == {"auto"}
+    assert corpus.split(held_out=True)
+    for number, info in enumerate(corpus.infos):
+        text = corpus.read(number)
+        assert (len(text.tokens), text.start) == (info.length, info.start)
+
+
+def test_texts_made_otherwise_are_refused(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    build_corpus(tmp_path, target, tokenizer, SETTINGS, (0, 2), quiet=True)
+    with pytest.raises(SettingsError, match="another layer_ids"):
+        build_corpus(tmp_path, target, tokenizer, SETTINGS, (0, 1), quiet=True)
+
+
+def test_changed_prompts_are_refused(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    settings = DataSettings(prompts=(str(file),), held_out_share=0.5, max_new_tokens=3)
+    for lines, is_refused in ("abcdefgh", False), ("abcdefgh", False), ("abcdefgi", True):
+        file.write_text("\n".join(lines))
+        with pytest.raises(SettingsError, match="other prompts") if is_refused else nullcontext():
+            build_corpus(tmp_path / "texts", target, tokenizer, settings, (0, 2), quiet=True)
+
+
+def test_given_responses_are_kept_and_each_prompt_is_taken_once(
+    target: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    file = tmp_path / "given.jsonl"
+    entries = [{"prompt": f"say {i % 10}", "response": f"it is {i % 10}"} for i in range(20)]
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    settings = DataSettings(prompts=(str(file),), held_out_share=0.5)
+    corpus = build_corpus(tmp_path / "texts", target, tokenizer, settings, (0, 2), quiet=True)
+    texts = [corpus.read(i) for i in range(len(corpus.infos))]
+    answers = sorted(tokenizer.decode(text.tokens[text.start :].tolist()) for text in texts)
+    assert answers == [f"it is {i}<|im_end|>" for i in range(10)]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a new draft is before its first step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pairs import MASK_TOKEN_ID, Pair
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.training.initial import draft_config_json, new_draft, pick_mask_token
+from sglang_dflash.training.settings import DraftSettings, SettingsError
+
+
+@pytest.fixture(scope="module")
+def target(qwen3_pair: Pair) -> Any:
+    return AutoModelForCausalLM.from_pretrained(qwen3_pair.target, dtype=torch.float32)
+
+
+@pytest.fixture
+def tokenizer(qwen3_pair: Pair) -> Any:
+    return AutoTokenizer.from_pretrained(qwen3_pair.target)
+
+
+def test_the_config_is_the_targets_with_the_settings(target: Any, tokenizer: Any) -> None:
+    settings = DraftSettings(
+        num_layers=2, block_size=8, num_features=1, sliding_window=32, sliding_layers=(1,)
+    )
+    config = DraftConfig.from_dict(draft_config_json(target, tokenizer, settings), source="test")
+    assert (config.hidden_size, config.head_dim, config.vocab_size) == (64, 64, 320)
+    assert config.target_layer_ids == (2,)
+    assert config.sliding_windows == (None, 32)
+    assert config.mask_token_id == MASK_TOKEN_ID
+    assert config.rope_theta == target.config.rope_parameters["rope_theta"]
+
+
+def test_layers_that_cannot_be_captured_are_refused(target: Any, tokenizer: Any) -> None:
+    settings = DraftSettings(num_layers=2, target_layer_ids=(0, 3))
+    with pytest.raises(UnsupportedCheckpoint, match="cannot be captured"):
+        draft_config_json(target, tokenizer, settings)
+
+
+def test_target_layers_are_taken_where_asked(target: Any, tokenizer: Any) -> None:
+    settings = DraftSettings(num_layers=1, block_size=4, target_layer_ids=(0, 2))
+    config = draft_config_json(target, tokenizer, settings)
+    taken = new_draft(config, target, seed=0, from_target_layers=True)
+    layer = target.model.layers[2]  # the middle one, as for captured layers
+    for name, parameter in taken.layers[0].named_parameters():
+        assert torch.equal(parameter, layer.get_parameter(name)), name
+    features = torch.randn(3, 128)
+    expected = (features[:, :64] + features[:, 64:]) / 2
+    torch.testing.assert_close(taken.fc(features), expected)
+    noise = new_draft(config, target, seed=0, from_target_layers=False)
+    assert not torch.equal(noise.layers[0].mlp.up_proj.weight, layer.mlp.up_proj.weight)
+
+
+def test_noise_is_the_seeds(target: Any, tokenizer: Any) -> None:
+    config = draft_config_json(target, tokenizer, DraftSettings(num_layers=2, block_size=4))
+    one, same, other = (
+        new_draft(config, target, seed=seed, from_target_layers=False).fc.weight
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+
+
+def test_a_mask_token_is_one_that_texts_never_have(tokenizer: Any) -> None:
+    assert pick_mask_token(tokenizer, 320) == MASK_TOKEN_ID
+    tokenizer.get_added_vocab = lambda: {"<|im_end|>": 258}  # the template's own
+    assert pick_mask_token(tokenizer, 320) == 319
+    with pytest.raises(SettingsError, match=r"draft\.mask_token_id"):
+        pick_mask_token(tokenizer, len(tokenizer))

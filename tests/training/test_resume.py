@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run that was killed and resumed ends in the weights of one that was not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpora import HIDDEN, VOCAB, config_of, made_up_corpus, random_draft
+from safetensors.torch import load_file
+
+import sglang_dflash
+from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.weights import check_weights, read_weight_shapes
+from sglang_dflash.training.loop import Trainer, learning_rate
+from sglang_dflash.training.ranks import Rank
+from sglang_dflash.training.settings import DraftSettings, LoopSettings, Settings, SettingsError
+
+STEPS, KILLED_AT = 14, 9  # a state every 4 steps: 8 is what is left
+
+
+def trainer_of(folder: Path, *, rank: Rank | None = None, **changes: Any) -> Trainer:
+    """Return a trainer of the tiny draft on made-up texts."""
+    options: dict[str, Any] = {
+        "steps": STEPS,
+        "texts_per_batch": 3,
+        "anchors_per_text": 4,
+        "accumulate": 2,
+        "learning_rate": 1e-2,
+        "checkpoint_every": 4,
+        "eval_every": 5,
+        "soft_share": 0.5,
+        "short_block_size": 2,
+        "short_block_share": 0.5,
+    }
+    settings = Settings(draft=DraftSettings(block_size=4), train=LoopSettings(**options | changes))
+    generator = torch.Generator().manual_seed(3)
+    embedding = torch.randn((VOCAB, HIDDEN), generator=generator)
+    head = torch.randn((VOCAB, HIDDEN), generator=generator)
+    config = config_of()
+    rank = rank or Rank(0, 1, torch.device("cpu"))
+    corpus = made_up_corpus(folder / "texts")
+    return Trainer(random_draft(config), embedding, head, corpus, settings, config, rank)
+
+
+def environment() -> dict[str, str]:
+    """Return what lets another process import the package under test."""
+    root = str(Path(sglang_dflash.__file__).parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    first, second = weights_of(one), weights_of(other)
+    assert first.keys() == second.keys()
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_killed_run_resumes_to_the_same_weights(dtype: str, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    expected = trainer_of(whole, dtype=dtype).run(whole, whole, quiet=True)
+    code = f"""
+        import os, signal, sys
+        from pathlib import Path
+        import torch
+        sys.path[:0] = {[str(Path(__file__).parent)]!r}
+        torch.set_num_threads(1)
+        from test_resume import KILLED_AT, trainer_of
+        folder = Path({str(killed)!r})
+        def kill(step):
+            if step == KILLED_AT:
+                os.kill(os.getpid(), signal.SIGKILL)
+        trainer_of(folder, dtype={dtype!r}).run(folder, folder, quiet=True, after_step=kill)
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=environment(),
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL
+    found = trainer_of(killed, dtype=dtype).run(killed, killed, resume=True, quiet=True)
+    assert_same_weights(whole, killed)
+    for one, other in zip(expected, found, strict=True):
+        assert {**one, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
+    """The comparison's own mutant."""
+    folders = [tmp_path / str(seed) for seed in range(2)]
+    for seed, folder in enumerate(folders):
+        trainer_of(folder, seed=seed).run(folder, folder, quiet=True)
+    with pytest.raises(AssertionError):
+        assert_same_weights(*folders)
+
+
+def test_what_is_left_is_a_checkpoint(tmp_path: Path) -> None:
+    trainer_of(tmp_path).run(tmp_path, tmp_path, quiet=True)
+    config = DraftConfig.from_pretrained(tmp_path)
+    check_weights(read_weight_shapes(tmp_path), config, tmp_path)
+    assert config.block_size == 4
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    trainer_of(tmp_path).run(tmp_path, tmp_path, quiet=True)
+    with pytest.raises(SettingsError, match=r"train\.learning_rate \(0\.01, now 0\.5\)"):
+        trainer_of(tmp_path, learning_rate=0.5).run(tmp_path, tmp_path, resume=True, quiet=True)
+
+
+def test_the_rate_rises_straight_and_falls_to_nothing() -> None:
+    rates = [learning_rate(step, 100, 2.0, 0.04) for step in range(100)]
+    assert rates[:4] == [0.5, 1.0, 1.5, 2.0]
+    assert rates[4] == 2.0
+    assert rates[52] == pytest.approx(1.0)
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] < 0.001

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`train` from nothing on a tiny target, and what its draft is worth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafts import KNOWN_BLOCK, MADE_BLOCK, known_prompts, train
+from pairs import Pair
+from transformers import AutoModelForCausalLM
+
+from sglang_dflash.draft.checkpoint import check_checkpoint
+from sglang_dflash.hf import load_draft, spec_generate
+from sglang_dflash.training.shards import Corpus
+
+
+def history_of(draft: Path) -> list[dict[str, Any]]:
+    lines = (draft / "training" / "history.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_what_is_left_is_a_checkpoint_with_its_history(made: Path) -> None:
+    config = check_checkpoint(str(made))
+    assert (config.block_size, config.num_layers, config.mask_token_id) == (MADE_BLOCK, 2, 259)
+    history = history_of(made)
+    assert [entry["step"] for entry in history] == [80, 160]
+    assert history[1]["loss"] < history[0]["loss"]
+    recipe = json.loads((made / "training" / "settings.json").read_text())
+    assert recipe["settings"]["draft"]["block_size"] == MADE_BLOCK
+
+
+def test_held_out_tau_is_that_of_decoding(made: Path, llama_pair: Pair) -> None:
+    """The figure of training, and of the reference decoder on the same texts."""
+    target = AutoModelForCausalLM.from_pretrained(llama_pair.target, dtype=torch.float32).eval()
+    draft = load_draft(made)
+    corpus = Corpus(made / "training" / "data")
+    committed = steps = 0
+    for number in corpus.split(held_out=True)[:8]:
+        text = corpus.read(number)
+        new = len(text.tokens) - text.start
+        generation = spec_generate(
+            draft,
+            target,
+            text.tokens[None, : text.start].long(),
+            new,
+            stop_token_ids=(),
+            block_size=MADE_BLOCK,
+        )
+        assert list(generation.tokens) == text.tokens[text.start :].tolist()
+        committed += new - 1
+        steps += len(generation.acceptance_lengths)
+    assert history_of(made)[-1]["held_out"]["tau"] == pytest.approx(committed / steps, rel=0.02)
+
+
+def test_a_batch_that_is_trained_on_long_enough_is_known_by_heart(
+    knowing: Path, llama_pair: Pair
+) -> None:
+    target = AutoModelForCausalLM.from_pretrained(llama_pair.target, dtype=torch.float32).eval()
+    draft = load_draft(knowing)
+    for prompt in known_prompts():
+        generation = spec_generate(
+            draft, target, torch.tensor([prompt]), 1 + 4 * KNOWN_BLOCK, stop_token_ids=()
+        )
+        assert generation.acceptance_length > 14
+
+
+def test_a_finished_run_is_not_overwritten(
+    made: Path, llama_pair: Pair, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(llama_pair.target, made) == 2
+    assert "add --resume" in capsys.readouterr().err
+
+
+def test_resuming_a_finished_run_changes_nothing(made: Path, llama_pair: Pair) -> None:
+    before = (made / "model.safetensors").read_bytes()
+    config = made.parent / "settings.yaml"
+    assert train(llama_pair.target, made, "--config", config, "--resume") == 0
+    assert (made / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume"),
+        (["--prompts", "gone.jsonl"], "gone.jsonl: cannot be read"),
+        (["--prompts", "auto"], "say how many"),
+        (["--config", "gone.yaml"], "gone.yaml: cannot be read"),
+        (["--block-size", "1"], "draft.block_size is 1"),
+        (["--steps", "0"], "train.steps is 0"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    arguments: list[str],
+    message: str,
+    llama_pair: Pair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train(llama_pair.target, tmp_path / "draft", *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "draft" / "config.json").exists()
+
+
+@pytest.mark.parametrize("target", ["./gone", "gone"])
+def test_a_target_that_is_not_there_is_named(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(target, tmp_path / "draft") == 2
+    assert f"TARGET {target}" in capsys.readouterr().err
