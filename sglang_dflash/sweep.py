@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.runtime_context import get_observability, get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
@@ -22,6 +23,7 @@ from sglang_dflash.budget.planner import Limits
 from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, WidthPolicy
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.forward import DraftForward, VerifyRows, verify_batch
+from sglang_dflash.metrics import CountedWidths
 from sglang_dflash.options import Options
 from sglang_dflash.verify.forward import ragged_layout
 from sglang_dflash.verify.rows import Rows
@@ -71,9 +73,9 @@ def width_policy(
         return ranks.sync(SpecTpSyncSite.DSPARK_PLAN, value.to(runner.device))
 
     cost = measure_steps(runner, draft, block_size, max_requests, agree)
-    return MeasuredWidths(
-        BudgetController(cost, limits), Calibrator(block_size, device=runner.device)
-    )
+    parts = BudgetController(cost, limits), Calibrator(block_size, device=runner.device)
+    counted = get_observability().enable_metrics and get_parallel().tp_rank == 0
+    return CountedWidths(*parts) if counted else MeasuredWidths(*parts)
 
 
 def measure_steps(

@@ -121,7 +121,10 @@ class BudgetController:
         plan = plan_widths(chances, seconds, self.limits, rate)
         if not self._step.explores:
             return plan
-        widths = widen(plan.widths, self.limits)
+        if self._switch.drafting:
+            widths = widen(plan.widths, self.limits)
+        else:  # what pays once the draft has run, and something to see of each request
+            widths = np.maximum(plan.widths, min(2, self.limits.widest))
         reached = np.arange(2, self.limits.block_size + 1) <= widths[:, None]
         tokens = len(chances) + float((np.cumprod(chances, axis=1) * reached).sum())
         return Plan(widths, tokens, float(seconds(np.array([widths.sum()]))[0]))

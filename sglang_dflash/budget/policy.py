@@ -119,6 +119,7 @@ class MeasuredWidths:
         self._started = 0.0
         self._step = Step("draft", explores=False)
         self._num_rows = 0
+        self.expected_tokens = 0.0  # of the latest plan, all requests together
 
     def drafts(self, facts: StepFacts) -> bool:
         """Note the time of the step before, and return whether this one pays for a draft."""
@@ -141,6 +142,7 @@ class MeasuredWidths:
         chances = self.calibrator.chances(confidence, sampled)
         plan = self.controller.plan(chances.double().cpu().numpy())
         self._num_rows = int(plan.widths.sum())
+        self.expected_tokens = plan.expected_tokens
         return plan.widths.tolist()
 
     def settle(

@@ -20,6 +20,8 @@ import openai
 import pytest
 from pairs import Pair
 
+from sglang_dflash.cli import main
+
 pytestmark = pytest.mark.slow
 
 QUESTION = "Name three colours of the rainbow."
@@ -83,7 +85,8 @@ def launch(pair: Pair, log: Path, *flags: str) -> Server:
         "--dtype", "float32", "--port", str(port), "--context-length", "1024",
         "--max-total-tokens", "8192", *flags,
     ]  # fmt: skip
-    environment = {**os.environ, "SGLANG_DFLASH_BUDGET": "fixed"}
+    # At least one proposal is always verified, so that acceptance can be looked at.
+    environment = {**os.environ, "SGLANG_DFLASH_MIN_WIDTH": "2"}
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     server = Server(port, process, log)
@@ -219,6 +222,24 @@ def test_metrics_tell_acceptance(server: Server) -> None:
     ]
     assert values
     assert max(values) > 1
+
+
+def test_stats_tell_what_the_budget_chose(
+    server: Server, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.chat([{"role": "user", "content": QUESTION}], extra_body={"ignore_eos": True})
+    assert main(["stats", server.url, "--json"]) == 0
+    stats = json.loads(capsys.readouterr().out)
+    assert stats["steps"] > 10
+    assert stats["drafted"] == 1
+    assert 2 <= stats["rows"] <= 8
+    assert 1 < stats["tokens"] < stats["rows"]
+    assert abs(stats["predicted"] - stats["tokens"]) < 0.5
+    assert len(stats["acceptance"]) == 7
+    assert 0 < stats["acceptance"][0] < 1
+    assert sum(count for *_, count in stats["curve"]) > 10
+    assert main(["stats", server.url]) == 0
+    assert "accepted by position" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
