@@ -10,6 +10,7 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import Sampler
 from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
@@ -51,6 +52,7 @@ class Decider:
         self._sampler = sampler
         # One rank decides: a near-tie that ranks break differently would part them for good.
         self._ranks = ranks
+        self._cuts_in_turn = get_exec().kernel.sampling_backend in ("flashinfer", "intel_xpu")
 
     def decide(
         self, batch: ScheduleBatch, block: Block, proposal: Proposal, verified: Verified
@@ -96,7 +98,9 @@ class Decider:
         each = _of_rows(info, rows)
         to_probs(logits, each.temperatures)
         if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
-            keep_most_likely(logits, Cuts(each.top_ks, each.top_ps, each.min_ps, info.max_top_k))
+            in_turn = self._cuts_in_turn and info.need_min_p_sampling
+            cuts = Cuts(each.top_ks, each.top_ps, each.min_ps, info.max_top_k, in_turn)
+            keep_most_likely(logits, cuts)
         uniforms = torch.rand(proposal.tokens.shape, device=logits.device)
         accepted = accept_block(
             proposal.tokens, proposal.draft_probs, logits, uniforms, rows.starts, rows.widths

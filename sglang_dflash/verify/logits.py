@@ -52,12 +52,14 @@ class Cuts(NamedTuple):
         top_ps: [M] float32, until their sum exceeds this; 1 for all.
         min_ps: [M] float32, at least this share of the best one's probability; 0 for all.
         max_top_k: the host's bound on `top_ks`, or None: fewer tokens are then sorted.
+        in_turn: whether top-p cuts what top-k left, scaled to sum to 1; else what `softmax` gave.
     """
 
     top_ks: torch.Tensor
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     max_top_k: int | None
+    in_turn: bool = False
 
 
 def penalise(out: torch.Tensor, rows: Rows, proposals: torch.Tensor, penalties: Penalties) -> None:
@@ -145,14 +147,15 @@ def to_probs(out: torch.Tensor, temperatures: torch.Tensor) -> None:
 def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
     """Set the probabilities that top-k, top-p and min-p cut to 0, and scale the rest to sum to 1.
 
-    The three share one order: both k and p cut what `softmax` gave, and min-p what they left.
+    The three share one order; min-p cuts what the others left.
 
     Args:
         out: [M, V] probabilities, changed in place.
         cuts: of the M rows.
 
     Source: `sglang/srt/layers/sampler.py`, `top_k_top_p_min_p_sampling_from_probs_torch`, whose
-        choice among equal probabilities (the sort's) this shares.
+        choice among equal probabilities (the sort's) this shares, and `_sample_from_probs`, which
+        with flashinfer and min-p cuts in turn.
     """
     step = max(1, _rows_in_chunk(out) // 4)  # a sort has indices of 8 bytes beside its values
     limits = (values.split(step) for values in cuts[:3])
@@ -161,9 +164,11 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
             values, tokens = part.topk(cuts.max_top_k, dim=-1, sorted=True)
         else:
             values, tokens = part.sort(dim=-1, descending=True)
-        ranks = torch.arange(values.shape[1], device=values.device)
+        cut = torch.arange(values.shape[1], device=values.device) >= top_ks.unsqueeze(1)
+        if cuts.in_turn:
+            values.masked_fill_(cut, 0.0).div_(values.sum(-1, keepdim=True))
         before = values.cumsum(-1).sub_(values)
-        cut = (ranks >= top_ks.unsqueeze(1)) | (before > top_ps.unsqueeze(1))
+        cut |= before > top_ps.unsqueeze(1)
         cut |= values < values[:, :1] * min_ps.unsqueeze(1)
         values.masked_fill_(cut, 0.0)
         values.div_(values.sum(-1, keepdim=True))

@@ -90,12 +90,15 @@ def test_stop_tokens_are_forbidden_up_to_the_minimum_and_no_further() -> None:
     assert forbidden[..., 2].tolist() == forbidden[..., 5].tolist() == expected
 
 
-def cut_row(probs: list[float], top_k: int, top_p: float, min_p: float) -> list[float]:
+def cut_row(
+    probs: list[float], top_k: int, top_p: float, min_p: float, *, in_turn: bool
+) -> list[float]:
     """What top-k, top-p and min-p leave of one row."""
     order = sorted(range(len(probs)), key=lambda token: -probs[token])
+    whole = sum(probs[token] for token in order[:top_k]) if in_turn else 1.0
     kept, before = [0.0] * len(probs), 0.0
     for rank, token in enumerate(order):
-        if rank < top_k and before <= top_p:
+        if rank < top_k and before / whole <= top_p:
             kept[token] = probs[token]
         before += probs[token]
     best = max(kept)
@@ -104,9 +107,10 @@ def cut_row(probs: list[float], top_k: int, top_p: float, min_p: float) -> list[
 
 
 @pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_the_cuts_are_those_of_one_row_alone(
-    bounded: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+    bounded: bool, in_turn: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_dflash.verify.logits._CHUNK_BYTES", chunk * VOCAB * 8 * 4)
     generator = torch.Generator().manual_seed(3)
@@ -120,9 +124,12 @@ def test_the_cuts_are_those_of_one_row_alone(
     to_probs(out, temperatures)
     torch.testing.assert_close(out, torch.softmax(logits / temperatures, -1))
     probs = out.clone()
-    keep_most_likely(out, Cuts(top_ks, top_ps, min_ps, 7 if bounded else None))
+    keep_most_likely(out, Cuts(top_ks, top_ps, min_ps, 7 if bounded else None, in_turn))
     limits = zip(top_ks.tolist(), top_ps.tolist(), min_ps.tolist(), strict=True)
-    expected = [cut_row(row.tolist(), *limit) for row, limit in zip(probs, limits, strict=True)]
+    expected = [
+        cut_row(row.tolist(), *limit, in_turn=in_turn)
+        for row, limit in zip(probs, limits, strict=True)
+    ]
     torch.testing.assert_close(out, torch.tensor(expected, dtype=torch.float64))
 
 
