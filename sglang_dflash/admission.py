@@ -18,7 +18,6 @@ def refusal(request: Any, *, deterministic: bool) -> str | None:
     """
     params = request.sampling_params
     asked = {
-        f"beam_width={params.beam_width}": (params.beam_width or 1) > 1,
         "return_hidden_states": request.return_hidden_states,
         "return_sampling_mask": request.return_sampling_mask,
     }

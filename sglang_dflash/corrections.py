@@ -27,7 +27,7 @@ def draw_by_request(
     original: Callable[..., tuple[torch.Tensor, object]],
     sampler: Sampler,
     probs: torch.Tensor,
-    info: SamplingBatchInfo,
+    sampling_info: SamplingBatchInfo,
     positions: torch.Tensor,
     simple_sampling_case: bool,
 ) -> tuple[torch.Tensor, object]:
@@ -41,17 +41,16 @@ def draw_by_request(
         original: `Sampler._sample_from_probs`.
         sampler: its self.
         probs: [R, V].
-        info: the options of the R rows.
+        sampling_info: the options of the R rows.
         positions: [R].
         simple_sampling_case: whether no row is cut.
     """
-    drawn, capture = original(sampler, probs, info, positions, simple_sampling_case)
-    if info.sampling_seed is None or simple_sampling_case:
+    drawn, capture = original(sampler, probs, sampling_info, positions, simple_sampling_case)
+    if sampling_info.sampling_seed is None or simple_sampling_case:
         return drawn, capture
-    by_id, _ = original(
-        sampler, probs, dataclasses.replace(info, sampling_mask_batch_indices=None), positions, True
-    )
-    return torch.where(draws_by_rank(info), drawn, by_id.to(drawn.dtype)), capture
+    without_capture = dataclasses.replace(sampling_info, sampling_mask_batch_indices=None)
+    by_id, _ = original(sampler, probs, without_capture, positions, True)
+    return torch.where(draws_by_rank(sampling_info), drawn, by_id.to(drawn.dtype)), capture
 
 
 def penalise_in_order(

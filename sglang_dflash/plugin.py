@@ -189,18 +189,18 @@ def _disarm(req: Any) -> None:
     req.return_hidden_states = req.return_sampling_mask = False
 
 
-def _draw_by_request(original: Callable[..., Any], sampler: Any, *args: Any) -> Any:
+def _draw_by_request(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Make a seeded request's text independent of its batch mates, with and without DFLASH."""
     from sglang_dflash.corrections import draw_by_request
 
-    return draw_by_request(original, sampler, *args)
+    return draw_by_request(original, *args, **options)
 
 
-def _penalise_in_order(original: Callable[..., None], *args: Any) -> None:
+def _penalise_in_order(original: Callable[..., None], *args: Any, **options: Any) -> None:
     """Make the order of penalties the same in every process, with and without DFLASH."""
     from sglang_dflash.corrections import penalise_in_order
 
-    penalise_in_order(original, *args)
+    penalise_in_order(original, *args, **options)
 
 
 def _widen_rows(original: Callable[[], int]) -> int:

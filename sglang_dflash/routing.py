@@ -13,6 +13,7 @@ from sglang_dflash.options import Options
 
 __all__ = ["Target", "check_start", "upstream_reason"]
 
+_SAMPLING_BACKENDS = ("pytorch", "flashinfer", "intel_xpu")
 _DRAFT_PATH = "--speculative-draft-model-path"
 
 
@@ -85,6 +86,12 @@ def check_start(settings: Any, target: Target) -> None:
         raise ValueError(
             "--enable-watermark: DFLASH verifies without SGLang's watermark, so texts would lack "
             "it. Serve without the option, or without --speculative-algorithm."
+        )
+    if settings.sampling_backend not in (None, *_SAMPLING_BACKENDS):
+        raise ValueError(
+            f"--sampling-backend {settings.sampling_backend}: DFLASH knows the law that "
+            f"{', '.join(_SAMPLING_BACKENDS)} draw from. Choose one of them, or serve without "
+            "--speculative-algorithm."
         )
     path = settings.speculative_draft_model_path
     config = check_checkpoint(path, settings.speculative_draft_model_revision)

@@ -14,13 +14,13 @@ from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_observability, get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
-from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
 from sglang_dflash.budget.calibration import Calibrator
 from sglang_dflash.budget.controller import BudgetController
 from sglang_dflash.budget.cost import CostModel, SweepPoint, sweep_points
 from sglang_dflash.budget.planner import Limits
 from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, WidthPolicy
+from sglang_dflash.cpu.attention import CpuAttentionBackend
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.forward import DraftForward, VerifyRows, verify_batch
 from sglang_dflash.metrics import CountedWidths
@@ -42,11 +42,10 @@ def width_policy(
     options: Options,
     runner: ModelRunner,
     draft: DraftForward,
-    ranks: SpecTpSync,
+    agree: Callable[[torch.Tensor], torch.Tensor],
     *,
     block_size: int,
     max_requests: int,
-    has_graphs: bool,
 ) -> WidthPolicy:
     """Return who decides how many rows of each block are verified.
 
@@ -54,24 +53,18 @@ def width_policy(
         options: what the user asks for.
         runner: the target's.
         draft: the draft.
-        ranks: the tensor-parallel ranks, of which the first decides.
+        agree: broadcasts a tensor from the first rank, whose clock decides for all.
         block_size: B.
         max_requests: most requests that run together.
-        has_graphs: whether CUDA graphs were captured; they are for whole blocks alone.
     """
     if options.budget == "fixed":
         return FixedWidth(block_size)
-    if has_graphs:
+    if not isinstance(runner.attn_backend, CpuAttentionBackend):
         logger.info(
-            "DFLASH verifies whole blocks: CUDA graphs are captured for those alone. "
-            "--disable-cuda-graph lets the budget choose."
+            "DFLASH verifies whole blocks: unequal widths are tested on the CPU's attention alone"
         )
         return FixedWidth(block_size)
     limits = Limits(block_size, options.min_width, options.max_width)
-
-    def agree(value: torch.Tensor) -> torch.Tensor:
-        return ranks.sync(SpecTpSyncSite.DSPARK_PLAN, value.to(runner.device))
-
     cost = measure_steps(runner, draft, block_size, max_requests, agree)
     parts = BudgetController(cost, limits), Calibrator(block_size, device=runner.device)
     counted = get_observability().enable_metrics and get_parallel().tp_rank == 0
@@ -99,6 +92,7 @@ def measure_steps(
     cost = CostModel(max_requests, block_size)
     began = time.perf_counter()
     points = sweep_points(min(max_requests, _MAX_REQUESTS), block_size)
+    num_measured = 0
     for point in points:
         known = cost.knows("plain") and cost.knows("draft")
         goes_on = torch.tensor(time.perf_counter() - began < _SECONDS, dtype=torch.int64)
@@ -113,10 +107,11 @@ def measure_steps(
             _CONTEXT * point.num_requests,
             float(agree(usual)),
         )
+        num_measured += 1
     logger.info(
-        "DFLASH verifies what pays: steps of up to %d requests and %d rows took %.1f s to measure",
-        point.num_requests,
-        point.num_rows,
+        "DFLASH verifies what pays: %d of %d sizes of step were measured in %.1f s",
+        num_measured,
+        len(points),
         time.perf_counter() - began,
     )
     return cost

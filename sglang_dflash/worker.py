@@ -64,7 +64,8 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.block_size  # SGLang's metrics read it
         self._target_worker = target_worker
         target = target_worker.model_runner
-        self._ranks = SpecTpSync(get_dp_tp_group())
+        self._group = get_dp_tp_group()
+        self._ranks = SpecTpSync(self._group)
         self._decider = Decider(target.sampler, self._ranks)
         config = served_draft_config()
         self._draft_worker = build_draft_worker(server_args, gpu_id, nccl_port, target_worker)
@@ -194,8 +195,14 @@ class DFlashWorker(BaseSpecWorker):
         """Return the first rank's values: its clock decides for all."""
         if get_parallel().tp_size == 1 or not self._policy.wants_confidence:
             return values
-        on_device = torch.tensor(values, device=self.device)
-        return self._ranks.sync(SpecTpSyncSite.DSPARK_PLAN, on_device).tolist()
+        return self._first_ranks(torch.tensor(values)).tolist()
+
+    def _first_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the first rank's tensor; no option turns this off, for clocks always differ."""
+        values = values.to(self.device)
+        if self._group.world_size > 1:
+            self._group.broadcast(values, src=0)
+        return values
 
     def _plan_slots(self, batch: ScheduleBatch, block: Block) -> KVLocPlan:
         """Translate the block's slots once, for draft, verify and injection alike."""
@@ -251,10 +258,9 @@ class DFlashWorker(BaseSpecWorker):
             Options.from_env(os.environ),
             self._target_worker.model_runner,
             self._draft,
-            self._ranks,
+            self._first_ranks,
             block_size=self.block_size,
             max_requests=self._blocks.max_requests,
-            has_graphs=wanted and possible,
         )
 
     def _log_start(self, config: DraftConfig) -> None:

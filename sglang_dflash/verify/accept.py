@@ -242,7 +242,7 @@ def block_chances(
     rest = _mass_above(inner, on_support[:, 1:], draft.probs[:, 1:])
     total = rest + (1 - inner)
     # 0/0: p and q agree, so the next proposal is kept, but for rounding; then this one is.
-    coins = torch.where(total > 0, rest / total, 1.0)
+    coins = torch.where(total == 0, 1.0, rest / total)
     coins = torch.cat([coins, capped[:, -1:]], dim=1)
     # Beyond the width the ratios are 0, hence P and h too.
     coins = torch.where(_steps(proposals) == widths.unsqueeze(1) - 1, capped, coins)

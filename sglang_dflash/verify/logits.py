@@ -135,13 +135,16 @@ def add_bias(out: torch.Tensor, rows: Rows, bias: torch.Tensor) -> None:
 def to_probs(out: torch.Tensor, temperatures: torch.Tensor) -> None:
     """Turn rows of logits into probabilities at a temperature.
 
+    Where options that contradict each other forbid every token, token 0 is left, as argmax has it.
+
     Args:
         out: [M, V] float32, changed in place.
         temperatures: [M, 1] float32, above 0.
     """
     step = _rows_in_chunk(out)
     for part, heat in zip(out.split(step), temperatures.split(step), strict=True):
-        part.copy_(torch.softmax(part.div_(heat), dim=-1))
+        part.copy_(torch.softmax(part.div_(heat), dim=-1)).nan_to_num_(nan=0.0)
+        part[:, 0] += part.sum(dim=-1) == 0
 
 
 def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ class RequestAt:
 
     def __init__(self, request: Req, output_ids: list[int]) -> None:
         self._request = request
-        self.output_ids = output_ids
+        self.output_ids = array("q", output_ids)  # the type that SGLang's own processors add up
 
     def __getattr__(self, name: str) -> Any:
         """Return the request's attribute."""
@@ -83,8 +84,8 @@ class CustomProcessors:
         self._latest = _Step([request.rid for request in batch.reqs], *on_host, copied)
 
     def complete(self, batch: ScheduleBatch) -> None:
-        """Hand the processors of a batch's own rows requests whose output is complete."""
-        outputs = self._outputs_sync(batch)
+        """Hand the processors of a mixed chunk requests whose output is complete."""
+        outputs = self._outputs_sync(batch.reqs, batch.decoding_reqs)
         batch.sampling_info.custom_params = [
             _at(params, output)
             for params, output in zip(batch.sampling_info.custom_params, outputs, strict=True)
@@ -105,7 +106,7 @@ class CustomProcessors:
         info = batch.sampling_info
         params = _repeated(info.custom_params, rows)
         if chain is not None:
-            outputs, blocks = self._outputs_sync(batch), chain.tolist()
+            outputs, blocks = self._outputs_sync(batch.reqs, batch.reqs), chain.tolist()
             params = [
                 _at(own, output + proposals[:j])
                 for own, output, (_, *proposals), width in zip(
@@ -115,14 +116,17 @@ class CustomProcessors:
             ]
         apply_custom_logit_processor(out, _of_rows(info, params, rows))
 
-    def _outputs_sync(self, batch: ScheduleBatch) -> list[list[int]]:
-        """Return each request's output, the anchor included; waits for the latest step's copy."""
+    def _outputs_sync(self, requests: Sequence[Req], running: Sequence[Req]) -> list[list[int]]:
+        """Return each request's output, the anchor included; waits for the latest step's copy.
+
+        Those not `running` are prefilled: what they wrote before a retraction was dropped is gone.
+        """
         late: dict[str, list[int]] = {}
         if self._latest is not None:
             if self._latest.copied is not None:
                 self._latest.copied.synchronize()
-            late = _missing(self._latest, batch.reqs)
-        return [[*request.output_ids, *late.get(request.rid, ())] for request in batch.reqs]
+            late = _missing(self._latest, running)
+        return [[*request.output_ids, *late.get(request.rid, ())] for request in requests]
 
 
 def _missing(step: _Step, requests: Sequence[Req]) -> dict[str, list[int]]:

@@ -69,8 +69,9 @@ def draw_request(rng: random.Random, prompt: Prompt) -> Request:
     if rng.random() < 0.3:
         params["min_new_tokens"] = rng.randint(0, params["max_new_tokens"])
     if rng.random() < 0.2:
-        # Past the end of a grammar plain decoding adds a token, and SGLang's speculative path none.
-        params |= rng.choice(GRAMMARS) | {"ignore_eos": False}
+        # Past the end of a grammar plain decoding adds a token, and SGLang's speculative path none;
+        # and a minimum length may forbid the only token that a grammar leaves.
+        params |= rng.choice(GRAMMARS) | {"ignore_eos": False, "min_new_tokens": 0}
     request: Request = {"input_ids": prompt(rng.choice((1, 3, 9, 30, 70, 120)), rng.randrange(60))}
     if rng.random() < 0.15:
         params["custom_params"] = {"width": rng.randint(1, 6)}

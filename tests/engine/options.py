@@ -8,7 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+from sglang.srt.sampling.custom_logit_processor import (
+    CustomLogitProcessor,
+    DeepseekOCRNoRepeatNGramLogitProcessor,
+)
 
 __all__ = ["NoRepeat", "greedy_requests", "seeded_requests"]
 
@@ -82,6 +85,10 @@ def greedy_requests(prompt: Prompt, stop_ids: list[int], vocabulary: list[int]) 
     """
     forbid = {str(token): -100.0 for token in vocabulary[:5]}
     favour = {str(vocabulary[7]): 3.0, str(vocabulary[9]): 2.0}
+    no_pairs = {
+        "custom_logit_processor": DeepseekOCRNoRepeatNGramLogitProcessor.to_str(),
+        "custom_params": {"ngram_size": 2, "window_size": 60},
+    }
     no_repeat = {"custom_logit_processor": NoRepeat.to_str(), "custom_params": {"width": 4}}
     options: list[dict[str, Any]] = [
         *PENALTIES,
@@ -97,6 +104,7 @@ def greedy_requests(prompt: Prompt, stop_ids: list[int], vocabulary: list[int]) 
         {"ebnf": 'root ::= ("ab" | "cd" | [n-z])+ "."', "logit_bias": forbid},
         no_repeat,
         {**no_repeat, **PENALTIES[-1]},
+        no_pairs,
     ]
     return [
         (prompt(5 + i % 9, 900 + i), {"temperature": 0, "max_new_tokens": 48, **each})

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash import seams
 from sglang_dflash.errors import PluginConflict, SeamMoved, UnsupportedCheckpoint
+from sglang_dflash.routing import check_start
 from sglang_dflash.seams import Seam
 
 Edit = Callable[..., Path]
@@ -166,6 +168,13 @@ def test_an_option_only_sglangs_worker_has_is_refused_by_name(llama_pair: Pair) 
 def test_a_watermark_is_refused(llama_pair: Pair) -> None:
     with pytest.raises(ValueError, match="--enable-watermark: DFLASH verifies without"):
         start(llama_pair, llama_pair.draft, "--enable-watermark")
+
+
+def test_a_sampler_of_unknown_law_is_refused(llama_pair: Pair) -> None:
+    # A CPU has no other sampler to choose, so what resolves the flags is asked itself.
+    settings = SimpleNamespace(enable_watermark=False, sampling_backend="ascend")
+    with pytest.raises(ValueError, match="--sampling-backend ascend: DFLASH knows the law"):
+        check_start(settings, None)
 
 
 def test_an_attention_backend_that_needs_cuda_is_refused(llama_pair: Pair) -> None:

@@ -6,6 +6,7 @@ That they keep the target's law is shown in test_accept_exact.py and test_accept
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -13,7 +14,13 @@ import torch
 from laws import BLOCK, REJECTION, Rule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_dflash.verify.accept import DraftProbs, accept_equal, verdict
+from sglang_dflash.verify.accept import (
+    DraftProbs,
+    accept_block,
+    accept_equal,
+    accept_rejection,
+    verdict,
+)
 
 LARGEST = 1 - 2**-24  # float32, below 1
 
@@ -309,3 +316,20 @@ def test_never_waits_for_the_device(rule: Rule) -> None:
     assert decided.tokens.is_meta
     target_tokens = torch.empty(3, 8, dtype=torch.int64, device="meta")
     assert accept_equal(meta.proposals, target_tokens, meta.widths).tokens.is_meta
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_a_broken_law_behind_a_refusal_changes_nothing(block: bool) -> None:
+    """The first proposal is impossible, so nobody will ever be at the row behind it."""
+    target_probs = torch.tensor([[0.0, 1.0, 0.0], [math.nan] * 3, [0.0, 0.0, 1.0]])
+    proposals = torch.tensor([[0, 2]])
+    accepted = (accept_block if block else accept_rejection)(
+        proposals,
+        DraftProbs(proposals.unsqueeze(2), torch.ones(1, 2, 1)),
+        target_probs,
+        torch.zeros(1, 2),
+        torch.tensor([0]),
+        torch.tensor([3]),
+    )
+    assert accepted.num_accepted.tolist() == [0]
+    assert accepted.last_law.tolist() == [[0.0, 1.0, 0.0]]

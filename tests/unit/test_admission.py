@@ -17,7 +17,6 @@ class Params:
 
     top_k: int = 1
     min_p: float = 0.0
-    beam_width: int | None = None
 
 
 @dataclasses.dataclass
@@ -45,10 +44,10 @@ def test_min_p_is_served_where_nothing_is_seeded() -> None:
 
 
 def test_all_that_is_not_served_is_named_at_once() -> None:
-    request = Request(Params(beam_width=4), return_hidden_states=True, return_sampling_mask=True)
+    request = Request(return_hidden_states=True, return_sampling_mask=True)
     message = refusal(request, deterministic=False)
     assert message is not None
-    assert "beam_width=4, return_hidden_states, return_sampling_mask" in message
+    assert "return_hidden_states, return_sampling_mask" in message
 
 
 def test_options_are_read_from_the_environment() -> None:

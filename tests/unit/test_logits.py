@@ -150,3 +150,9 @@ def test_rows_take_each_requests_first_and_spread_them_back(widths: list[int]) -
     assert len(rows) == len(taken) == int(rows.starts[-1]) + widths[-1]
     for i, line in enumerate(rows.spread(rows.take(block)).tolist()):
         assert line == block[i, : widths[i]].tolist() + [0] * (3 - widths[i])
+
+
+def test_a_row_in_which_all_is_forbidden_is_token_0() -> None:
+    out = torch.tensor([[-math.inf] * 4, [0.0, -math.inf, 0.0, -math.inf]])
+    to_probs(out, torch.ones(2, 1))
+    assert out.tolist() == [[1.0, 0.0, 0.0, 0.0], [0.5, 0.0, 0.5, 0.0]]
