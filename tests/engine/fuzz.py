@@ -76,7 +76,8 @@ def draw_request(rng: random.Random, prompt: Prompt) -> Request:
     if rng.random() < 0.15:
         params["custom_params"] = {"width": rng.randint(1, 6)}
         request["custom_logit_processor"] = NoRepeat.to_str()
-    if rng.random() < 0.2:
+    # With top_k 1, SGLang scales log-probabilities by the temperature or not after the batch mates.
+    if params["top_k"] != 1 and rng.random() < 0.2:
         request |= {"return_logprob": True, "top_logprobs_num": rng.randint(0, 4)}
     kept = {name: value for name, value in params.items() if value is not None}
     return {**request, "sampling_params": kept}
