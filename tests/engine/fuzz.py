@@ -106,9 +106,10 @@ async def ask(
         size = 24 if rng is None else rng.choice((1, 2, 5, 16, 40))
         wave = requests[len(answers) : len(answers) + size]
         tasks = []
+        # Of equal length: SGLang aborts every request whose id begins with the one it is given.
         for number, request in enumerate(wave, start=len(answers)):
             aborts = rng is not None and rng.random() < 0.05
-            tasks.append(_one(started, {**request, "rid": f"{id(requests)}-{number}"}, aborts))
+            tasks.append(_one(started, {**request, "rid": f"{id(requests)}-{number:05d}"}, aborts))
         answers += await asyncio.gather(*tasks)
     return answers
 
