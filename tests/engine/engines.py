@@ -58,6 +58,7 @@ class Case:
         block_size: B.
         options: further engine options.
         widths: how many rows are verified: whole blocks, other widths each step, or what pays.
+        all_seeds: whether every seeded request is asked, or the first three batches.
     """
 
     name: str
@@ -65,6 +66,7 @@ class Case:
     block_size: int
     options: dict[str, Any] = field(default_factory=dict)
     widths: Literal["whole", "random", "measured"] = "whole"
+    all_seeds: bool = False
 
 
 def dflash_options(pair: Pair, block_size: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.slow
 EXACT = {"enable_deterministic_inference": True, "enable_custom_logit_processor": True}
 LONG = 90  # tokens; the chunked cases prefill 32 at a time
 CASES = [
-    Case("llama, block 8", "llama_pair", 8),
+    Case("llama, block 8", "llama_pair", 8, all_seeds=True),
     Case("llama, block 2, pages of 16, chunks of 32", "llama_pair", 2,
          {"page_size": 16, "chunked_prefill_size": 32}, widths="random"),
     Case("llama, block 3, no overlap, chunks of 32", "llama_pair", 3,
@@ -51,7 +51,8 @@ CASES = [
     Case("qwen3, block 8, no overlap, pages of 16", "qwen3_pair", 8,
          {"disable_overlap_schedule": True, "page_size": 16}),
     Case("qwen3, block 16, small pool", "qwen3_pair", 16,
-         {"max_total_tokens": 700, "schedule_conservativeness": 0.01}, widths="random"),
+         {"max_total_tokens": 700, "schedule_conservativeness": 0.01}, widths="random",
+         all_seeds=True),
     Case("qwen3, block 3, mixed chunks of 32", "qwen3_pair", 3,
          {"chunked_prefill_size": 32, "enable_mixed_chunk": True}),
     Case("smollm2, block 8", "smollm2_pair", 8, widths="measured"),
@@ -134,6 +135,9 @@ def nothing_leaks(served: Served) -> Iterator[None]:
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_answers_are_those_of_plain_decoding(served: Served, name: str) -> None:
     workload, expected = served.plain[name]
+    if name == "seeded options" and not served.case.all_seeds:
+        workload = Workload(name, workload.rounds[:3])
+        expected = expected[: sum(map(len, workload.rounds))]
     assert ask(served.engine, workload) == expected
 
 
