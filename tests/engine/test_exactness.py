@@ -54,7 +54,7 @@ CASES = [
          {"max_total_tokens": 700, "schedule_conservativeness": 0.01}, widths="random",
          all_seeds=True),
     Case("qwen3, block 3, mixed chunks of 32", "qwen3_pair", 3,
-         {"chunked_prefill_size": 32, "enable_mixed_chunk": True}),
+         {"chunked_prefill_size": 32, "enable_mixed_chunk": True}, all_seeds=True),
     Case("smollm2, block 8", "smollm2_pair", 8, widths="measured"),
 ]  # fmt: skip
 WORKLOADS = [
