@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_dflash.budget.calibration import observed
-from sglang_dflash.budget.policy import MeasuredWidths, StepFacts
+from sglang_dflash.budget.policy import MeasuredWidths
 from sglang_dflash.budget.reliability import reliability
 from sglang_dflash.verify.rows import Rows
 
@@ -33,55 +33,35 @@ class CountedWidths(MeasuredWidths):
         self._by_position = {name: _counter(name, "position") for name in ("judged", "accepted")}
         names = ("chance_judged", "chances", "chance_accepted")  # the order of Reliability
         self._by_bin = [_counter(name, "bin") for name in names]
-        self._facts_of_step = StepFacts(0, 0, 0, after_idle=False)
 
-    def drafts(self, facts: StepFacts) -> bool:
-        """Return whether the draft runs; see `WidthPolicy`."""
-        self._facts_of_step = facts
-        return super().drafts(facts)
-
-    def settle(
-        self,
-        confidence: torch.Tensor | None,
-        sampled: torch.Tensor,
-        rows: Rows,
-        num_accepted: torch.Tensor,
-    ) -> None:
+    def settle(self, rows: Rows, num_accepted: torch.Tensor) -> None:
         """Count the step and learn from it; see `WidthPolicy`.
 
         Args:
-            confidence: [n, B-1] float32; None for a step without the draft.
-            sampled: [n] bool.
             rows: the M verified rows.
             num_accepted: [n] int.
         """
-        n = self._facts_of_step.num_requests
-        kind = "plain" if confidence is None else "draft"
+        n, judged = len(rows.widths_cpu), self._judged
         figures = {
             "steps": 1,
             "request_steps": n,
             "verified_rows": len(rows),
             "committed_tokens": n + int(num_accepted.sum()),
-            "predicted_tokens": n if confidence is None else self.expected_tokens,
+            "predicted_tokens": n if judged is None else self._expected_tokens,
         }
         for name, value in figures.items():
-            self._by_kind[name].labels(kind).inc(value)
-        if confidence is not None:
-            self._count_proposals(confidence, sampled, rows, num_accepted)
-        super().settle(confidence, sampled, rows, num_accepted)
+            self._by_kind[name].labels("plain" if judged is None else "draft").inc(value)
+        if judged is not None:
+            self._count_proposals(judged.chances, rows, num_accepted)
+        super().settle(rows, num_accepted)
 
     def _count_proposals(
-        self,
-        confidence: torch.Tensor,
-        sampled: torch.Tensor,
-        rows: Rows,
-        num_accepted: torch.Tensor,
+        self, chances: torch.Tensor, rows: Rows, num_accepted: torch.Tensor
     ) -> None:
-        seen, accepted = observed(confidence.shape[1], rows.widths, num_accepted)
+        seen, accepted = observed(chances.shape[1], rows.widths, num_accepted)
         for name, which in (("judged", seen), ("accepted", accepted)):
             for position, count in enumerate(which.sum(0).tolist(), start=1):
                 self._by_position[name].labels(position).inc(count)
-        chances = self.calibrator.chances(confidence, sampled)
         curve = reliability(chances, seen, accepted, BINS)
         for counter, values in zip(self._by_bin, curve, strict=True):
             for place, value in enumerate(values.tolist()):

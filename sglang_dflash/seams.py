@@ -65,7 +65,7 @@ SEAMS: tuple[Seam, ...] = (
     ),
     Seam(
         _SRT + "layers.logprob_processor.compute_spec_logprobs",
-        ("batch", "logits_output", "predict", "chain_stride"),
+        ("batch", "logits_output", "predict", "accept_index"),
     ),
     Seam(
         _SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.apply",
@@ -147,8 +147,8 @@ SEAMS: tuple[Seam, ...] = (
         _POOL + "kv_index_translator.KVIndexTranslator.plan",
         ("self", "req_pool_indices", "seq_lens", "seq_lens_cpu", "write_virtual", "read_extent"),
     ),
-    Seam(_POOL + "kv_loc_plan.KVLocPlan.write_ids", ("self", "reader")),
-    Seam(_POOL + "kv_loc_plan.KVLocPlan.bind", ("self", "batch", "reader")),
+    Seam(_POOL + "kv_loc_plan.KVLocPlan.write_ids", ("self", "reader", "cols")),
+    Seam(_POOL + "kv_loc_plan.KVLocPlan.bind", ("self", "batch", "reader", "cols")),
     Seam(_SPEC + "spec_tp_sync.SpecTpSync.sync", ("self", "site", "values")),
     Seam(_SPEC + "spec_tp_sync.SpecTpSyncSite.DFLASH_TARGET"),
     Seam(_SPEC + "spec_tp_sync.SpecTpSyncSite.DFLASH_ACCEPT_GREEDY"),
@@ -158,6 +158,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_SRT + "utils.common.async_h2d", ("args", "dtype", "device")),
     Seam(_SRT + "runtime_context.get_spec", ()),
     Seam(_SRT + "runtime_context.get_exec", ()),
+    Seam(_SRT + "runtime_context.get_observability", ()),
     Seam(_SRT + "runtime_context.get_parallel", ()),
     Seam(_RUN + "cuda_graph_config.Backend.DISABLED"),
     # draft, verify
@@ -188,7 +189,27 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_SRT + "models.registry.ModelRegistry.models"),
     Seam(
         _SPEC + "dflash_info.DFlashVerifyInput",
-        ("draft_token", "positions", "draft_token_num", "capture_hidden_mode", "kv_loc_plan"),
+        (
+            "draft_token",
+            "positions",
+            "draft_token_num",
+            "capture_hidden_mode",
+            "kv_loc_plan",
+            "kv_loc_cols",
+            "ragged_verify_layout",
+        ),
+    ),
+    Seam(
+        _SPEC + "ragged_verify.RaggedVerifyLayout",
+        (
+            "verify_lens",
+            "graph_num_tokens",
+            "extend_start_loc",
+            "qo_indptr_device",
+            "verify_lens_cpu",
+            "total_verify_tokens",
+            "max_q_len",
+        ),
     ),
     Seam(
         _SPEC + "dflash_info.DFlashVerifyInput.prepare_for_verify",

@@ -150,9 +150,7 @@ class DFlashWorker(BaseSpecWorker):
         if on_publish is not None:
             on_publish(new_seq_lens)
         self._draft.inject(verified.features, rows.take(block.positions), plan, rows.columns)
-        self._policy.settle(
-            proposal.confidence, sampled_rows(batch.sampling_info), rows, verdict.num_committed - 1
-        )
+        self._policy.settle(rows, verdict.num_committed - 1)
         return GenerationBatchResult(
             logits_output=verified.result.logits_output,
             next_token_ids=verdict.tokens.flatten(),

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -31,43 +31,36 @@ class StepFacts(NamedTuple):
     after_idle: bool
 
 
-class WidthPolicy(Protocol):
+class WidthPolicy:
     """Asked three times a step: before the draft, before verify, and after it."""
 
-    wants_confidence: bool
+    wants_confidence = False
 
     def drafts(self, facts: StepFacts) -> bool:
         """Return whether the draft runs."""
+        raise NotImplementedError
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return how many rows of each request are verified, 1..B.
 
         Args:
-            confidence: [n, B-1] float32, the draft's probability of each proposal.
+            confidence: [n, B-1] float32, the draft's probability of each proposal; None for a step
+                without the draft, or where nobody asked.
             sampled: [n] bool, False for greedy requests.
         """
+        raise NotImplementedError
 
-    def settle(
-        self,
-        confidence: torch.Tensor | None,
-        sampled: torch.Tensor,
-        rows: Rows,
-        num_accepted: torch.Tensor,
-    ) -> None:
-        """Learn what verify made of it.
+    def settle(self, rows: Rows, num_accepted: torch.Tensor) -> None:
+        """Learn what verify made of the step that `widths` was asked for; by default nothing.
 
         Args:
-            confidence: [n, B-1] float32.
-            sampled: [n] bool.
             rows: the M verified rows.
             num_accepted: [n] int, accepted proposals.
         """
 
 
-class FixedWidth:
+class FixedWidth(WidthPolicy):
     """The same width for every request and load."""
-
-    wants_confidence = False
 
     def __init__(self, width: int) -> None:
         self._width = width
@@ -87,24 +80,16 @@ class FixedWidth:
         """
         return [self._width] * self._num_requests
 
-    def settle(
-        self,
-        confidence: torch.Tensor | None,
-        sampled: torch.Tensor,
-        rows: Rows,
-        num_accepted: torch.Tensor,
-    ) -> None:
-        """Learn nothing; see `WidthPolicy`.
 
-        Args:
-            confidence: [n, B-1] or None, unused.
-            sampled: [n] bool, unused.
-            rows: unused.
-            num_accepted: [n] int, unused.
-        """
+class _Judged(NamedTuple):
+    """The proposals of a step with the draft."""
+
+    confidence: torch.Tensor  # [n, B-1]
+    sampled: torch.Tensor  # [n]
+    chances: torch.Tensor  # [n, B-1]
 
 
-class MeasuredWidths:
+class MeasuredWidths(WidthPolicy):
     """The widths that pay by measured step times and calibrated chances.
 
     A step's time is the time from its start to the next step's, so that it has everything that a
@@ -119,7 +104,8 @@ class MeasuredWidths:
         self._started = 0.0
         self._step = Step("draft", explores=False)
         self._num_rows = 0
-        self.expected_tokens = 0.0  # of the latest plan, all requests together
+        self._judged: _Judged | None = None
+        self._expected_tokens = 0.0  # of the latest plan, all requests together
 
     def drafts(self, facts: StepFacts) -> bool:
         """Note the time of the step before, and return whether this one pays for a draft."""
@@ -137,30 +123,25 @@ class MeasuredWidths:
             confidence: [n, B-1] float32; None for a step without the draft.
             sampled: [n] bool.
         """
+        self._judged = None
         if confidence is None:
             return [1] * self._num_rows
         chances = self.calibrator.chances(confidence, sampled)
+        self._judged = _Judged(confidence, sampled, chances)
         plan = self.controller.plan(chances.double().cpu().numpy())
         self._num_rows = int(plan.widths.sum())
-        self.expected_tokens = plan.expected_tokens
+        self._expected_tokens = plan.expected_tokens
         return plan.widths.tolist()
 
-    def settle(
-        self,
-        confidence: torch.Tensor | None,
-        sampled: torch.Tensor,
-        rows: Rows,
-        num_accepted: torch.Tensor,
-    ) -> None:
+    def settle(self, rows: Rows, num_accepted: torch.Tensor) -> None:
         """Calibrate by what was accepted; see `WidthPolicy`.
 
         Args:
-            confidence: [n, B-1] float32; None for a step without the draft.
-            sampled: [n] bool.
             rows: the M verified rows.
             num_accepted: [n] int.
         """
-        if confidence is not None:
+        if self._judged is not None:
+            confidence, sampled, _ = self._judged
             self.calibrator.update(confidence, sampled, rows.widths, num_accepted)
 
     def _observe(self, facts: StepFacts, seconds: float) -> None:

@@ -124,9 +124,8 @@ class Constraints:
         additive = torch.where(too_early, info.acc_additive_penalties, 0.0)
         penalties = self._counts.penalties(batch.req_pool_indices)
         if penalties is not None:
-            there = penalties.counts > 0
-            additive -= penalties.frequency * penalties.counts + penalties.presence * there
-            info.acc_scaling_penalties = torch.where(there, penalties.repetition, 1.0)
+            additive -= penalties.subtracted
+            info.acc_scaling_penalties = penalties.factors
         info.acc_additive_penalties = additive
 
     def _penalise(

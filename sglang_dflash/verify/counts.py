@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_dflash.verify.logits import Penalties
+from sglang_dflash.verify.transfer import to_device
 
 __all__ = ["OutputCounts", "OutputOptions"]
 
@@ -111,7 +112,4 @@ class OutputCounts:
             counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
 
     def _to_device(self, values: list, dtype: torch.dtype) -> torch.Tensor:
-        on_host = torch.tensor(values, dtype=dtype)
-        if torch.device(self._device).type == "cuda":
-            on_host = on_host.pin_memory()
-        return on_host.to(self._device, non_blocking=True)
+        return to_device(torch.tensor(values, dtype=dtype), self._device)

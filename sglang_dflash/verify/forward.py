@@ -82,7 +82,7 @@ def ragged_layout(rows: Rows) -> RaggedVerifyLayout | None:
         graph_num_tokens=len(rows),
         extend_start_loc=rows.starts.to(torch.int32),
         qo_indptr_device=ends.to(torch.int32),
-        verify_lens_cpu=rows.widths_cpu,
+        verify_lens_cpu=list(rows.widths_cpu),
         total_verify_tokens=len(rows),
         max_q_len=max(rows.widths_cpu),
     )

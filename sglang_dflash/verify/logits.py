@@ -43,6 +43,16 @@ class Penalties(NamedTuple):
     presence: torch.Tensor
     repetition: torch.Tensor
 
+    @property
+    def subtracted(self) -> torch.Tensor:
+        """What frequency and presence take from each logit, shaped as the counts."""
+        return self.frequency * self.counts + self.presence * (self.counts > 0)
+
+    @property
+    def factors(self) -> torch.Tensor:
+        """What repetition then divides each logit by, or multiplies it if below 0."""
+        return torch.where(self.counts > 0, self.repetition, 1.0)
+
 
 class Cuts(NamedTuple):
     """Which tokens of M rows may be drawn at all.
@@ -77,26 +87,20 @@ def penalise(out: torch.Tensor, rows: Rows, proposals: torch.Tensor, penalties: 
     places = rows.each(proposals)  # [M, B-1]
     unpenalised = out.gather(1, places)
     for part in _chunks(out, rows.request):
-        part.out.copy_(_penalised(part.out, *(values[part.request] for values in penalties)))
+        own = Penalties(*(values[part.request] for values in penalties))
+        part.out.copy_(_penalised(part.out, own))
     # A token of the block counts once more in the rows behind it, so its logit is done again.
     same = (proposals.unsqueeze(2) == proposals.unsqueeze(1)).to(torch.int32)  # [n, B-1, B-1]
     times_before = torch.nn.functional.pad(same.cumsum(1, dtype=torch.int32), (0, 0, 1, 0))
     counts = rows.each(penalties.counts.gather(1, proposals)) + rows.take(times_before)
     amounts = (rows.each(values) for values in penalties[1:])
-    out.scatter_(1, places, _penalised(unpenalised, counts, *amounts))
+    out.scatter_(1, places, _penalised(unpenalised, Penalties(counts, *amounts)))
 
 
-def _penalised(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    frequency: torch.Tensor,
-    presence: torch.Tensor,
-    repetition: torch.Tensor,
-) -> torch.Tensor:
-    there = counts > 0
-    logits = logits - (frequency * counts + presence * there)
-    factor = torch.where(there, repetition, 1.0)
-    return torch.where(logits < 0, logits * factor, logits / factor)
+def _penalised(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:
+    logits = logits - penalties.subtracted
+    factors = penalties.factors
+    return torch.where(logits < 0, logits * factors, logits / factors)
 
 
 def forbid_early_stops(

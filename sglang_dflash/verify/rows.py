@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+
+from sglang_dflash.verify.transfer import to_device
 
 __all__ = ["Rows"]
 
@@ -27,20 +30,22 @@ class Rows:
     starts: torch.Tensor
     request: torch.Tensor
     offset: torch.Tensor
-    widths_cpu: list[int]
+    widths_cpu: tuple[int, ...]
     block_size: int
 
     @classmethod
     def of(cls, widths: list[int], block_size: int, device: torch.device | str) -> Rows:
-        """Return the rows of given widths."""
+        """Return the rows of given widths; the same object for the same widths, as long as kept."""
+        return _rows(tuple(widths), block_size, device)
+
+    @classmethod
+    def _make(cls, widths: tuple[int, ...], block_size: int, device: torch.device | str) -> Rows:
         on_host = torch.tensor(widths, dtype=torch.int64)
         starts = on_host.cumsum(0) - on_host
         request = torch.repeat_interleave(torch.arange(len(widths)), on_host)
         offset = torch.arange(len(request)) - starts[request]
-        tensors = torch.stack([on_host, starts]), torch.stack([request, offset])
-        if torch.device(device).type == "cuda":
-            tensors = tuple(tensor.pin_memory() for tensor in tensors)
-        by_request, by_row = (tensor.to(device, non_blocking=True) for tensor in tensors)
+        by_request = to_device(torch.stack([on_host, starts]), device)
+        by_row = to_device(torch.stack([request, offset]), device)
         return cls(*by_request, *by_row, widths, block_size)
 
     def __len__(self) -> int:
@@ -74,3 +79,8 @@ class Rows:
         block = values.new_zeros(len(self.widths_cpu), self.block_size)
         block[self.request, self.offset] = values
         return block
+
+
+@lru_cache(maxsize=256)  # most steps have whole blocks, or one row each
+def _rows(widths: tuple[int, ...], block_size: int, device: torch.device | str) -> Rows:
+    return Rows._make(widths, block_size, device)

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import collections
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,20 +68,17 @@ def plain(llama_pair: Pair, ids: list[int]) -> tuple[Counts, list[dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def switch(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], None]:
-    """Chooses the rule."""
+def rule(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that names the rule."""
     file = tmp_path_factory.mktemp("mutant") / "name"
     file.write_text("right")
-    os.environ["DFLASH_MUTANT_FILE"] = str(file)
-    return file.write_text  # type: ignore[return-value]
+    return file
 
 
 @pytest.fixture(scope="module")
-def served(llama_pair: Pair, plain: Any, switch: Callable[[str], None]) -> Iterator[Any]:
+def served(llama_pair: Pair, plain: Any, rule: Path) -> Iterator[Any]:
     """DFLASH, with a plugin that can make its rule wrong."""
-    environment = with_test_plugin(
-        DFLASH_MUTANT_FILE=os.environ["DFLASH_MUTANT_FILE"], DFLASH_RANDOM_WIDTHS="1"
-    )
+    environment = with_test_plugin(DFLASH_MUTANT_FILE=str(rule), DFLASH_RANDOM_WIDTHS="1")
     options = dflash_options(llama_pair, BLOCK_SIZE)
     with engine(
         llama_pair, environment=environment, **options, max_running_requests=128
@@ -108,11 +106,11 @@ def test_greedy_requests_among_sampled_ones_stay_greedy(plain: Any, sampled: Cou
 
 @pytest.mark.parametrize("mutant", ["p instead of p/q", "q not subtracted"])
 def test_a_wrong_rule_would_be_seen(
-    plain: Any, served: Any, switch: Callable[[str], None], ids: list[int], mutant: str
+    plain: Any, served: Any, rule: Path, ids: list[int], mutant: str
 ) -> None:
-    switch(mutant)
+    rule.write_text(mutant)
     wrong = texts(served, ids, samples=max(1000, SAMPLES // 4))
-    switch("right")
+    rule.write_text("right")
     assert min(p_value(plain[0], wrong, kind) for kind in KINDS if kind != "greedy") < ALPHA
 
 

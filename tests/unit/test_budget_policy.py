@@ -44,7 +44,7 @@ def run(policy: MeasuredWidths, steps: int, acceptance: float) -> list[list[int]
         rows = Rows.of(widths, BLOCK_SIZE, "cpu")
         kept = torch.rand(confidence.shape, generator=generator) < acceptance
         num_accepted = kept.long().cumprod(1).sum(1).minimum(rows.widths - 1)
-        policy.settle(confidence if drafts else None, sampled, rows, num_accepted)
+        policy.settle(rows, num_accepted)
         history.append(widths)
     return history
 
