@@ -18,7 +18,6 @@ __all__ = ["DatasetSpec", "Engine", "Expect", "Load", "Published", "PublishedRow
            "Servers", "load_recipe"]  # fmt: skip
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]*")  # becomes part of a file's name
-BLOCK_FLAG = "--speculative-num-draft-tokens"
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,6 @@ class Engine:
     def is_sglang(self) -> bool:
         """Whether SGLang's own API is there."""
         return not self.command
-
-    @property
-    def block_size(self) -> int | None:
-        """Rows that a fixed block verifies per step, as the flags say; None where they do not."""
-        if BLOCK_FLAG in self.args[:-1]:
-            return int(self.args[self.args.index(BLOCK_FLAG) + 1])
-        return None
 
 
 @dataclass(frozen=True)

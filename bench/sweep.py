@@ -162,7 +162,6 @@ class _Sweep:
         memory, kind = target.server.memory_bytes()
         return PointRecord(
             point=point,
-            block_size=recipe.engine(point.engine).block_size,
             memory_bytes=memory,
             memory_kind=kind,
             has_text=self.prompts.has_text(point.dataset),

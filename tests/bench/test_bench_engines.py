@@ -59,6 +59,8 @@ def test_a_sweep_over_real_servers(recipe: Path, tmp_path: Path) -> None:
         if line["engine"] == "dflash":
             assert line["accepted"] + line["steps"] >= line["output_tokens"] - 1
             assert sum(line["histogram"]) == line["steps"] < 8
+            assert line["steps"] <= line["verified_rows"] <= 8 * line["steps"]
+            assert line["accepted"] + line["steps"] <= line["verified_rows"]
     assert (run / "report.html").stat().st_size > 10_000
 
 

@@ -191,6 +191,29 @@ def test_an_aborted_stream_is_an_error_and_no_tokens(
     assert (record.error, record.output_tokens) == (error, tokens)
 
 
+@pytest.mark.parametrize(
+    ("meta", "rows"),
+    [
+        ({"spec_num_proposed_drafts": 21, "spec_verify_ct": 3}, 24),
+        (
+            {
+                "spec_num_proposed_drafts": 21,
+                "spec_verify_ct": 3,
+                "spec_cap_lens_histogram": [0, 2, 0, 1],
+            },
+            5,
+        ),
+        ({}, None),
+    ],
+)
+def test_verified_rows_are_the_server_s(meta: dict[str, Any], rows: int | None) -> None:
+    """The block is not what a worker verifies that narrows its steps."""
+    output = RequestFuncOutput(success=True, output_len=5, latency=1.0)
+    target = Target(cast(Server, Asked(sglang=True)), "model", len)
+    record = record_of(0, output, ([], {"completion_tokens": 5, **meta}), 0.0, target)
+    assert record.verified_rows == rows
+
+
 def test_a_server_that_counts_nothing_is_counted_by_the_tokenizer() -> None:
     output = RequestFuncOutput(success=True, output_len=64, latency=1.0, generated_text="a b c")
     target = Target(cast(Server, Asked(sglang=False)), "model", lambda text: len(text.split()))
