@@ -32,13 +32,13 @@ def result_tables(runs: list[StoredRun]) -> list[Table]:
     datasets = dict.fromkeys(point["dataset"] for run in runs for point in run.points)
     tables = []
     for dataset in datasets:
-        found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
-        for run in runs:
-            for point in run.points:
-                if point["dataset"] == dataset:
-                    engine = shown_engine(run, point["engine"], runs)
-                    found.setdefault(load_name(point), []).append((engine, point))
-        cells = [cell for level in found.values() for cell in level]
+        cells = [
+            (shown_engine(run, point["engine"], runs), point)
+            for run in runs
+            for point in run.points
+            if point["dataset"] == dataset
+        ]
+        cells.sort(key=lambda cell: _load(cell[1]))  # stable: the runs' and engines' order stays
         tables.append(Table(dataset, RATES, [_rates(*cell) for cell in cells]))
         rows = [_latencies(*cell) for cell in cells]
         tables.append(Table(f"{dataset}: latencies", LATENCIES, rows))
@@ -98,6 +98,13 @@ def settings_line(run: StoredRun) -> str:
         *(f"{name}={value}" for name, value in threads.items()),
     ]
     return "; ".join(parts)
+
+
+def _load(point: dict[str, Any]) -> tuple[float, ...]:
+    """Return what loads are sorted by, closed loop first."""
+    if point["concurrency"]:
+        return (0, point["concurrency"])
+    return (1, point["request_rate"])
 
 
 def _rates(engine: str, point: dict[str, Any]) -> tuple[str, ...]:
