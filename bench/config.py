@@ -31,6 +31,8 @@ class Engine:
         env: Further environment variables, filled in likewise.
         command: Instead of SGLang: the command line of any OpenAI-compatible server, with `{port}`.
         model: What such a server calls the model; the target's path or hub name where None.
+        starts_alone: Whether it is started when the other servers are up, and none beside it: it
+            measures its machine while it starts.
     """
 
     name: str
@@ -38,6 +40,7 @@ class Engine:
     env: dict[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     model: str | None = None
+    starts_alone: bool = False
 
     def __post_init__(self) -> None:
         _require_name(self.name)

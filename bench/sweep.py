@@ -87,10 +87,11 @@ class _Sweep:
     def _run_stage(self, stage: Stage, bar: tqdm) -> None:
         with contextlib.ExitStack() as stack:
             self.servers, self.restarts = {}, {}
-            bar.set_postfix_str(f"starting {', '.join(stage.engines)}")
-            launched = [(name, self._launch(name, stack)) for name in stage.engines]
-            for name, server in launched:
-                self._serve_or_note(name, server, stage)
+            for names in self._starts(stage):
+                bar.set_postfix_str(f"starting {', '.join(names)}")
+                launched = [(name, self._launch(name, stack)) for name in names]
+                for name, server in launched:
+                    self._serve_or_note(name, server, stage)
             for point in stage.points:
                 bar.set_postfix_str(point.key)
                 if point.engine in self.servers:
@@ -98,6 +99,12 @@ class _Sweep:
                 else:
                     self._note(point, "not measured: its server is down")
                 bar.update(self._weight(point))
+
+    def _starts(self, stage: Stage) -> list[tuple[str, ...]]:
+        """Return the engines that are started at once, one group after the other."""
+        alone = [name for name in stage.engines if self.recipe.engine(name).starts_alone]
+        others = tuple(name for name in stage.engines if name not in alone)
+        return [group for group in (others, *((name,) for name in alone)) if group]
 
     def _serve_or_note(self, name: str, server: Server, stage: Stage) -> None:
         """Wait for a server; where points exist already, a failure costs this engine only."""

@@ -91,6 +91,22 @@ def test_an_open_loop_sends_at_the_asked_rate(make_recipe: MakeRecipe, tmp_path:
         assert sum(gap > 0.005 for gap in gaps) >= 4
 
 
+def test_a_server_that_measures_its_machine_starts_alone(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    events = tmp_path / "events"
+    toy = {name: ["--events", events] for name in ("plain", "fast")}
+    path = make_recipe(toy)
+    engines = yaml.safe_load(path.read_text())["engines"]
+    engines[0]["starts_alone"] = True  # the first of the recipe is the last to start
+    assert main(["sweep", str(changed(path, engines=engines)), "--out", str(tmp_path / "r")]) == 0
+    ports, kinds = zip(*(line.split() for line in events.read_text().splitlines()), strict=True)
+    second = kinds.index("started", 1)
+    assert set(ports[:second]) == {ports[0]}
+    assert kinds[1:second] == ("asked",) * 3  # the whole warm-up
+    assert ports[second] != ports[0]
+
+
 def test_a_server_that_dies_is_reported_and_the_sweep_goes_on(
     make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
