@@ -23,8 +23,9 @@ from bench.config import Recipe
 from bench.errors import BenchError
 from bench.plan import Point, make_plan
 from bench.records import PointRecord
-from bench.strict import build, plain
+from bench.strict import build
 from bench.summary import summarise
+from sglang_dflash.strict import plain
 
 __all__ = ["SCHEMA", "RunFolder", "StoredRun", "write_atomically"]
 
