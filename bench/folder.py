@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ class RunFolder:
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path, self.recipe = path, recipe
         self.logs = path / "logs"
+        self._made = [place for place in (path, *path.parents) if not place.exists()]
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, manifest: dict[str, Any]) -> RunFolder:
@@ -130,9 +132,12 @@ class RunFolder:
         write_atomically(self.path / "summary.json", _pretty(summary))
 
     def remove_if_empty(self) -> None:
-        """Remove the folder where no point was finished: nothing half-written stays."""
+        """Remove a new folder where no point was finished: nothing half-written stays."""
         if not any((self.path / "points").iterdir()):
             shutil.rmtree(self.path)
+            for parent in self._made[1:]:
+                with contextlib.suppress(OSError):  # another has put something there
+                    parent.rmdir()
 
 
 class StoredRun:

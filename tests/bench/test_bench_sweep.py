@@ -238,10 +238,20 @@ def test_a_server_that_counts_nothing_is_counted_by_the_tokenizer() -> None:
 
 
 def taken_port() -> tuple[socket.socket, int]:
-    holder = socket.socket()
-    holder.bind(("127.0.0.1", 0))
-    holder.listen()
-    return holder, holder.getsockname()[1]
+    """Return a socket that listens, and its port; the port below is free."""
+    while True:
+        holder, below = socket.socket(), socket.socket()
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        try:
+            below.bind(("127.0.0.1", port - 1))
+        except OSError:
+            holder.close()
+            continue
+        finally:
+            below.close()
+        holder.listen()
+        return holder, port
 
 
 def test_mistakes_exit_with_two_and_leave_nothing(
@@ -256,18 +266,38 @@ def test_mistakes_exit_with_two_and_leave_nothing(
         (lambda: make_recipe({"fast": ["--no-start"]}), "toy: no such model"),
         (lambda: make_recipe({"fast": ["--die-at", 1]}), "the server ended with exit code 7"),
         (lambda: make_recipe(servers={"port": port, "together": True}), f"port {port} is in use"),
+        # the first server has started when the second's port is found to be taken
+        (lambda: make_recipe(servers={"port": port - 1, "together": True}),
+         f"engine fast: port {port} is in use"),
+        (lambda: changed(make_recipe(), engines=[{"name": "plain", "args": ["--dtyp", "auto"]}]),
+         "engine plain: SGLang refuses its arguments: unrecognized arguments: --dtyp"),
+        (lambda: changed(make_recipe(), models={"draft": "./none"}), "draft: there is no folder"),
         (lambda: changed(make_recipe(), engines=[{"name": "plain", "command": ["no-such-program",
                                                                               "{port}"]}]),
          "cannot run no-such-program"),
         (lambda: make_recipe(servers={"start_timeout_s": 0}), "no answer within 0 s"),
     ]  # fmt: skip
     for make, message in cases:
-        run = tmp_path / "run"
+        run = tmp_path / "new/folders/run"
         assert main(["sweep", str(make()), "--out", str(run)]) == 2, message
         assert message in capsys.readouterr().err
-        assert not run.exists(), message
+        assert not (tmp_path / "new").exists(), message
     holder.close()
     assert toys() == []
+
+
+def test_mistakes_of_the_other_commands_exit_with_two(
+    make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = changed(make_recipe(), engines=[{"name": "plain"}])
+    nowhere = str(tmp_path / "none/record.json")
+    assert main(["offline", str(recipe), "--out", nowhere]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["offline", str(make_recipe())]) == 2
+    assert "offline needs SGLang engines" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_folder_is_never_overwritten(
