@@ -68,12 +68,18 @@ class _Sweep:
 
     def run(self) -> None:
         stages = [self._left(stage) for stage in make_plan(self.recipe)]
-        seconds = sum(self._weight(point) for stage in stages for point in stage.points)
+        weights = [self._weight(point) for stage in stages for point in stage.points]
+        starts = sum(len(stage.engines) for stage in stages) * self._start_weight
         form = "{l_bar}{bar}| {postfix} [{elapsed} gone, {remaining} left]"
-        with tqdm(total=seconds, bar_format=form) as bar:
+        with tqdm(total=sum(weights) + starts, bar_format=form) as bar:
             for stage in stages:
                 if stage.points:
                     self._run_stage(stage, bar)
+
+    @property
+    def _start_weight(self) -> int:
+        """A server start's share of the progress bar."""
+        return round(1000 * self.recipe.expect.start_s)
 
     def _weight(self, point: Point) -> int:
         """Return a point's share of the progress bar: its expected time, in ms."""
@@ -92,6 +98,7 @@ class _Sweep:
                 launched = [(name, self._launch(name, stack)) for name in names]
                 for name, server in launched:
                     self._serve_or_note(name, server, stage)
+                    bar.update(self._start_weight)
             for point in stage.points:
                 bar.set_postfix_str(point.key)
                 if point.engine in self.servers:
