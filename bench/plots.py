@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import matplotlib as mpl
@@ -26,6 +27,7 @@ __all__ = ["FIGURES", "Series", "series_of", "style"]
 
 COLUMNS = 3
 PANEL = (4.6, 3.5)  # inches
+LEAST_WIDTH = 6.5  # of a figure with one panel; its title and legend need so much
 # Okabe and Ito's, told apart by colour-blind readers too; the baseline is grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vPX*"
@@ -297,7 +299,8 @@ def _panels(
         return None
     columns = min(COLUMNS, len(datasets))
     rows = -(-len(datasets) // columns)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * rows + 0.8), layout="constrained")
+    width = max(LEAST_WIDTH, PANEL[0] * columns)
+    figure = Figure(figsize=(width, PANEL[1] * rows + 0.8), layout="constrained")
     panels = figure.subplots(rows, columns, squeeze=False, sharey=alike).flatten()
     legend: dict[str, Any] = {}
     for axes, dataset in zip(panels, datasets, strict=False):
@@ -315,7 +318,8 @@ def _panels(
             _mark_levels(axes, lines, dataset)
     for axes in panels[len(datasets) :]:
         axes.set_axis_off()
-    figure.suptitle(f"{title}\n({note})", fontsize=11)
+    titles = [part for text in (title, f"({note})") for part in wrap(text, round(11 * width))]
+    figure.suptitle("\n".join(titles), fontsize=11)
     figure.legend(
         list(legend.values()), list(legend), loc="outside lower center", ncols=min(5, len(legend))
     )
