@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ratios of engines in one run: same prompts, interleaved, warm, medians with spread.
 
-    python bench/compare.py --engines plain,dflash --concurrency 1,4 --rounds 5
+    python -m bench.compare --engines plain,dflash --concurrency 1,4 --rounds 5
 
 Engines: plain (SGLang without speculation), dflash (this plugin), dflash-fixed (this plugin, whole
 blocks whatever they cost), upstream (SGLang's own DFLASH worker; on a CPU with the shims of
@@ -26,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
+from transformers import AutoTokenizer
 
+from bench.prompts import encode
 from sglang_dflash.demo.model import bundled_draft, ensure_target
 
 HERE = Path(__file__).parent
@@ -99,10 +101,11 @@ def start(name: str, args: argparse.Namespace, target: Path, draft: Path) -> Chi
     return child
 
 
-def measure(children: list[Child], args: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(children: list[Child], args: argparse.Namespace, target: Path) -> list[dict[str, Any]]:
     """Return one record per round, concurrency and engine; the order of engines rotates."""
     lines = (HERE / "data/prompts.jsonl").read_text().splitlines()
-    prompts = [json.loads(line)["prompt"] for line in lines]
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    prompts = [encode(tokenizer, json.loads(line)["prompt"], {}) for line in lines]
     records = []
     points = [(r, c) for r in range(args.rounds + 1) for c in args.concurrency]
     for round_number, concurrency in tqdm(points, desc="rounds"):
@@ -220,7 +223,7 @@ def main() -> None:
     args = parse()
     target, draft = args.target or ensure_target(), args.draft or bundled_draft()
     children = [start(name, args, target, draft) for name in args.engines]
-    records = measure(children, args)
+    records = measure(children, args, target)
     rows = summarise(records, args.engines)
     print(table(rows, args.engines))
     if args.json:

@@ -18,7 +18,6 @@ __all__ = ["DatasetSpec", "Engine", "Expect", "Load", "Published", "PublishedRow
            "Servers", "load_recipe"]  # fmt: skip
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_+-]*")  # becomes part of a file's name
-BLOCK_FLAG = "--speculative-num-draft-tokens"
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,8 @@ class Engine:
         env: Further environment variables, filled in likewise.
         command: Instead of SGLang: the command line of any OpenAI-compatible server, with `{port}`.
         model: What such a server calls the model; the target's path or hub name where None.
+        starts_alone: Whether it is started when the other servers are up, and none beside it: it
+            measures its machine while it starts.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Engine:
     env: dict[str, str] = field(default_factory=dict)
     command: tuple[str, ...] = ()
     model: str | None = None
+    starts_alone: bool = False
 
     def __post_init__(self) -> None:
         _require_name(self.name)
@@ -51,13 +53,6 @@ class Engine:
     def is_sglang(self) -> bool:
         """Whether SGLang's own API is there."""
         return not self.command
-
-    @property
-    def block_size(self) -> int | None:
-        """Rows that a fixed block verifies per step, as the flags say; None where they do not."""
-        if BLOCK_FLAG in self.args[:-1]:
-            return int(self.args[self.args.index(BLOCK_FLAG) + 1])
-        return None
 
 
 @dataclass(frozen=True)

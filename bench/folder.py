@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -23,8 +24,9 @@ from bench.config import Recipe
 from bench.errors import BenchError
 from bench.plan import Point, make_plan
 from bench.records import PointRecord
-from bench.strict import build, plain
+from bench.strict import build
 from bench.summary import summarise
+from sglang_dflash.strict import plain
 
 __all__ = ["SCHEMA", "RunFolder", "StoredRun", "write_atomically"]
 
@@ -38,6 +40,7 @@ class RunFolder:
     def __init__(self, path: Path, recipe: Recipe) -> None:
         self.path, self.recipe = path, recipe
         self.logs = path / "logs"
+        self._made = [place for place in (path, *path.parents) if not place.exists()]
 
     @classmethod
     def create(cls, path: Path, recipe: Recipe, manifest: dict[str, Any]) -> RunFolder:
@@ -129,9 +132,12 @@ class RunFolder:
         write_atomically(self.path / "summary.json", _pretty(summary))
 
     def remove_if_empty(self) -> None:
-        """Remove the folder where no point was finished: nothing half-written stays."""
+        """Remove a new folder where no point was finished: nothing half-written stays."""
         if not any((self.path / "points").iterdir()):
             shutil.rmtree(self.path)
+            for parent in self._made[1:]:
+                with contextlib.suppress(OSError):  # another has put something there
+                    parent.rmdir()
 
 
 class StoredRun:

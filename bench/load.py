@@ -205,7 +205,6 @@ def record_of(
     """
     chunks, meta = seen
     steps = meta.get("spec_verify_ct", 0)
-    width = meta.get("spec_cap_length")  # rows per verify step, where it varies
     error = None if output.success else _last_line(output.error)
     # SGLang's request function calls an aborted stream a success of full length
     finish = meta.get("finish_reason") or {}
@@ -231,9 +230,21 @@ def record_of(
         steps=steps,
         accepted=meta.get("spec_num_correct_drafts", 0),
         histogram=tuple(meta.get("spec_correct_drafts_histogram", ())),
-        verified_rows=round(width * steps) if width else None,
+        verified_rows=_verified_rows(meta, steps),
         error=error,
     )
+
+
+def _verified_rows(meta: dict[str, Any], steps: int) -> int | None:
+    """Return the rows of all verify steps, anchors included; None where the server does not say.
+
+    A worker that verifies what pays says each step's width; one that does not verifies all that it
+    proposes, and SGLang says how many those are.
+    """
+    if widths := meta.get("spec_cap_lens_histogram"):
+        return sum(width * count for width, count in enumerate(widths))
+    proposed = meta.get("spec_num_proposed_drafts")
+    return None if proposed is None else proposed + steps
 
 
 def _last_line(text: str) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,19 @@ class PromptSets:
             columns[i % len(columns)][-1 - i // len(columns) % len(columns[i % len(columns)])]
             for i in range(count)
         ]
+
+    def write_conversations(self, path: Path, ids: list[list[int]]) -> None:
+        """Write prompts as text, in the form that `sglang.bench_serving` calls "custom".
+
+        Raises:
+            BenchError: a text has other tokens than the prompt.
+        """
+        texts = [self._tokenizer.decode(prompt) for prompt in ids]
+        if any(self._tokenizer.encode(t) != i for t, i in zip(texts, ids, strict=True)):
+            raise BenchError("a prompt's text has other tokens: it cannot be sent as text")
+        turns = [[{"content": text}, {"content": "an answer"}] for text in texts]
+        lines = [json.dumps({"conversations": turn}) + "\n" for turn in turns]
+        path.write_text("".join(lines), encoding="utf-8")
 
     def count_tokens(self, text: str) -> int:
         """Return how many tokens the target's tokenizer makes of `text`."""

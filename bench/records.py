@@ -55,7 +55,6 @@ class PointRecord:
 
     Attributes:
         point: Which.
-        block_size: Rows per verify step where the block is fixed; None without speculation.
         memory_bytes: What the server held afterwards, of `memory_kind` "gpu" or "rss".
         has_text: False where prompts were random tokens: tau then means nothing.
         finished: UTC time, ISO 8601.
@@ -63,7 +62,6 @@ class PointRecord:
     """
 
     point: Point
-    block_size: int | None
     memory_bytes: int
     memory_kind: str
     has_text: bool

@@ -13,7 +13,14 @@ from matplotlib.figure import Figure
 from bench.errors import BenchError
 from bench.folder import StoredRun, write_atomically
 from bench.plots import FIGURES, series_of, style
-from bench.tables import Table, as_markdown, machine_line, published_tables, result_tables
+from bench.tables import (
+    Table,
+    as_markdown,
+    machine_line,
+    published_tables,
+    result_tables,
+    settings_line,
+)
 
 __all__ = ["write_report"]
 
@@ -24,8 +31,9 @@ NOTES = (
     "tokens committed over verify steps, the bonus token included. TPOT is (E2E - TTFT) / "
     "(tokens - 1); the time between chunks is another quantity, for a speculative server sends "
     "several tokens in one. 'same text' counts answers equal to the baseline's; in 16-bit floats "
-    "two batch shapes may break a near-tie differently. 'noisy': coefficient of variation above "
-    "10 %."
+    "two batch shapes may break a near-tie differently. cv: coefficient of variation over the "
+    "repeats, 'noisy' above 10 %. Latencies are means over the repeats of each one's percentile; "
+    "their ranges are in summary.json."
 )
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 84rem;
@@ -35,8 +43,10 @@ h1 { font-size: 1.6rem; margin-bottom: 0.2rem; } h2 { font-size: 1.15rem; margin
 th, td { padding: 0.28rem 0.6rem; text-align: right; white-space: nowrap;
   border-bottom: 1px solid #e3e3e3; }
 th { background: #f5f5f5; } td:nth-child(2), th:nth-child(2) { text-align: left; }
+tr.next td { border-top: 2px solid #aaa; }
 figure { margin: 1.2rem 0; } figure svg { max-width: 100%; height: auto; }
-pre { background: #f5f5f5; padding: 0.8rem; overflow-x: auto; font-size: 0.8rem; }
+pre { background: #f5f5f5; padding: 0.8rem; white-space: pre-wrap; overflow-wrap: anywhere;
+  font-size: 0.8rem; }
 .note { color: #555; font-size: 0.9rem; max-width: 60rem; } .bad { color: #b00020; }
 """
 
@@ -68,7 +78,7 @@ def write_report(paths: list[Path], out: Path) -> Path:
 
 
 def _markdown(runs: list[StoredRun]) -> str:
-    parts = [f"# {_title(runs)}", *(f"{run.name}: {machine_line(run)}" for run in runs)]
+    parts = [f"# {_title(runs)}", *(_about(run) for run in runs)]
     parts += [as_markdown(table) for table in _tables(runs)]
     parts += [f"## Failed points\n\n{lines}" for lines in [_failures(runs)] if lines]
     return "\n\n".join([*parts, NOTES]) + "\n"
@@ -78,7 +88,7 @@ def _page(runs: list[StoredRun], pictures: dict[str, str]) -> str:
     """Return one HTML file: inline SVG, no script, no address that a browser would fetch."""
     title = html.escape(_title(runs))
     body = [f"<h1>{title}</h1>"]
-    body += [f'<p class="note">{html.escape(f"{r.name}: {machine_line(r)}")}</p>' for r in runs]
+    body += [f'<p class="note">{html.escape(_about(run))}</p>' for run in runs]
     if failures := _failures(runs):
         body.append(f'<h2>Failed points</h2><pre class="bad">{html.escape(failures)}</pre>')
     body += [f'<figure id="{name}">{svg}</figure>' for name, svg in pictures.items()]
@@ -102,9 +112,12 @@ def _tables(runs: list[StoredRun]) -> list[Table]:
 
 def _html_table(table: Table) -> str:
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.header)
+    firsts = [row[0] for row in table.rows]
     rows = [
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
-        for row in table.rows
+        ('<tr class="next">' if number and row[0] != firsts[number - 1] else "<tr>")
+        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        + "</tr>"
+        for number, row in enumerate(table.rows)
     ]
     return (
         f'<h2>{html.escape(table.title)}</h2>\n<div class="scroll"><table><thead><tr>{head}</tr>'
@@ -124,6 +137,10 @@ def _svg(figure: Figure) -> str:
 
 def _title(runs: list[StoredRun]) -> str:
     return "Speculative decoding: " + ", ".join(run.name for run in runs)
+
+
+def _about(run: StoredRun) -> str:
+    return f"{run.name}: {machine_line(run)}; {settings_line(run)}"
 
 
 def _failures(runs: list[StoredRun]) -> str:

@@ -16,11 +16,9 @@ def main() -> None:
     import sglang
 
     engine = sglang.Engine(**json.loads(sys.stdin.readline()))
-    tokenizer = engine.tokenizer_manager.tokenizer
     print(json.dumps({"ready": sglang.__version__}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        ids = [chat_ids(tokenizer, prompt) for prompt in request["prompts"]]
         engine.flush_cache()
         params = {
             "temperature": request["temperature"],
@@ -28,7 +26,7 @@ def main() -> None:
             "ignore_eos": True,
         }
         start = time.perf_counter()
-        outputs = engine.generate(input_ids=ids, sampling_params=params)
+        outputs = engine.generate(input_ids=request["prompts"], sampling_params=params)
         seconds = time.perf_counter() - start
         metas = [output["meta_info"] for output in outputs]
         reply = {
@@ -39,13 +37,6 @@ def main() -> None:
         }
         print(json.dumps(reply), file=replies, flush=True)
     engine.shutdown()
-
-
-def chat_ids(tokenizer, prompt: str) -> list[int]:
-    """Return the prompt as the first turn of a chat."""
-    turn = [{"role": "user", "content": prompt}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 if __name__ == "__main__":

@@ -16,16 +16,10 @@ def main() -> None:
     import vllm
 
     engine = vllm.LLM(**json.loads(sys.stdin.readline()))
-    tokenizer = engine.get_tokenizer()
     print(json.dumps({"ready": vllm.__version__}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        prompts = []
-        for prompt in request["prompts"]:
-            turn = [{"role": "user", "content": prompt}]
-            text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-            prompts.append({"prompt_token_ids": ids})
+        prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
         params = vllm.SamplingParams(
             temperature=request["temperature"],
             max_tokens=request["max_new_tokens"],

@@ -126,13 +126,15 @@ def _acceptance(own: Records, measured: dict[int, dict[str, Any]]) -> dict[str, 
         sum(m["survival"][k] for m in values if k < len(m["survival"])) / steps
         for k in range(longest)
     ]
-    widths = [m["verified_rows"] / m["steps_with_width"] for m in values if m["steps_with_width"]]
-    if not widths and record.block_size is not None:
-        widths = [float(record.block_size)] * len(values)
+    known = [m for m in values if m["steps_with_width"]]
+    width = spread([m["verified_rows"] / m["steps_with_width"] for m in known])
+    if width is not None:
+        rows = sum(m["verified_rows"] for m in known)
+        width["mean"] = rows / sum(m["steps_with_width"] for m in known)
     return {
         "acceptance_length": tau,
         "acceptance_by_position": survival,
-        "mean_verify_width": spread(widths),
+        "mean_verify_width": width,
     }
 
 

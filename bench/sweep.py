@@ -68,12 +68,18 @@ class _Sweep:
 
     def run(self) -> None:
         stages = [self._left(stage) for stage in make_plan(self.recipe)]
-        seconds = sum(self._weight(point) for stage in stages for point in stage.points)
+        weights = [self._weight(point) for stage in stages for point in stage.points]
+        starts = sum(len(stage.engines) for stage in stages) * self._start_weight
         form = "{l_bar}{bar}| {postfix} [{elapsed} gone, {remaining} left]"
-        with tqdm(total=seconds, bar_format=form) as bar:
+        with tqdm(total=sum(weights) + starts, bar_format=form) as bar:
             for stage in stages:
                 if stage.points:
                     self._run_stage(stage, bar)
+
+    @property
+    def _start_weight(self) -> int:
+        """A server start's share of the progress bar."""
+        return round(1000 * self.recipe.expect.start_s)
 
     def _weight(self, point: Point) -> int:
         """Return a point's share of the progress bar: its expected time, in ms."""
@@ -87,10 +93,12 @@ class _Sweep:
     def _run_stage(self, stage: Stage, bar: tqdm) -> None:
         with contextlib.ExitStack() as stack:
             self.servers, self.restarts = {}, {}
-            bar.set_postfix_str(f"starting {', '.join(stage.engines)}")
-            launched = [(name, self._launch(name, stack)) for name in stage.engines]
-            for name, server in launched:
-                self._serve_or_note(name, server, stage)
+            for names in self._starts(stage):
+                bar.set_postfix_str(f"starting {', '.join(names)}")
+                launched = [(name, self._launch(name, stack)) for name in names]
+                for name, server in launched:
+                    self._serve_or_note(name, server, stage)
+                    bar.update(self._start_weight)
             for point in stage.points:
                 bar.set_postfix_str(point.key)
                 if point.engine in self.servers:
@@ -98,6 +106,12 @@ class _Sweep:
                 else:
                     self._note(point, "not measured: its server is down")
                 bar.update(self._weight(point))
+
+    def _starts(self, stage: Stage) -> list[tuple[str, ...]]:
+        """Return the engines that are started at once, one group after the other."""
+        alone = [name for name in stage.engines if self.recipe.engine(name).starts_alone]
+        others = tuple(name for name in stage.engines if name not in alone)
+        return [group for group in (others, *((name,) for name in alone)) if group]
 
     def _serve_or_note(self, name: str, server: Server, stage: Stage) -> None:
         """Wait for a server; where points exist already, a failure costs this engine only."""
@@ -162,7 +176,6 @@ class _Sweep:
         memory, kind = target.server.memory_bytes()
         return PointRecord(
             point=point,
-            block_size=recipe.engine(point.engine).block_size,
             memory_bytes=memory,
             memory_kind=kind,
             has_text=self.prompts.has_text(point.dataset),

@@ -10,12 +10,13 @@ from bench.config import Published, PublishedRow
 from bench.folder import StoredRun
 
 __all__ = ["Table", "as_markdown", "load_name", "machine_line", "published_tables",
-           "result_tables", "shown_engine"]  # fmt: skip
+           "result_tables", "settings_line", "shown_engine"]  # fmt: skip
 
 NOISY = 0.10  # coefficient of variation
-COLUMNS = ("load", "engine", "output tokens/s", "speed-up (range)", "tokens/s/user",
-           "TTFT ms p50 / p99", "TPOT ms p50 / p90 / p99", "chunk gap ms p50 / p99", "E2E s p99",
-           "tau", "rows per step", "same text", "errors", "memory GB")  # fmt: skip
+RATES = ("load", "engine", "output tokens/s", "cv", "speed-up (range)", "tokens/s/user", "tau",
+         "rows per step", "same text", "errors", "memory GB")  # fmt: skip
+LATENCIES = ("load", "engine", "TTFT ms p50 / p90 / p99", "TPOT ms p50 / p90 / p99",
+             "chunk gap ms p50 / p99", "E2E s p50 / p99")  # fmt: skip
 
 
 class Table(NamedTuple):
@@ -27,17 +28,20 @@ class Table(NamedTuple):
 
 
 def result_tables(runs: list[StoredRun]) -> list[Table]:
-    """Return one table per dataset; with several runs, their rows stand under each other."""
+    """Return two tables per dataset; with several runs, their rows stand under each other."""
     datasets = dict.fromkeys(point["dataset"] for run in runs for point in run.points)
     tables = []
     for dataset in datasets:
-        cells: dict[str, list[tuple[str, ...]]] = {}
-        for run in runs:
-            for point in run.points:
-                if point["dataset"] == dataset:
-                    engine = shown_engine(run, point["engine"], runs)
-                    cells.setdefault(load_name(point), []).append(_row(engine, point))
-        tables.append(Table(dataset, COLUMNS, [row for rows in cells.values() for row in rows]))
+        cells = [
+            (shown_engine(run, point["engine"], runs), point)
+            for run in runs
+            for point in run.points
+            if point["dataset"] == dataset
+        ]
+        cells.sort(key=lambda cell: _load(cell[1]))  # stable: the runs' and engines' order stays
+        tables.append(Table(dataset, RATES, [_rates(*cell) for cell in cells]))
+        rows = [_latencies(*cell) for cell in cells]
+        tables.append(Table(f"{dataset}: latencies", LATENCIES, rows))
     return tables
 
 
@@ -80,23 +84,54 @@ def machine_line(run: StoredRun) -> str:
     )
 
 
-def _row(engine: str, point: dict[str, Any]) -> tuple[str, ...]:
+def settings_line(run: StoredRun) -> str:
+    """Return what a run asked of its servers."""
+    load = run.recipe.load
+    threads = run.manifest["machine"].get("environment", {})
+    parts = [
+        f"target {run.manifest.get('models', {}).get('target', run.recipe.target)}",
+        f"{'exactly' if load.ignore_eos else 'at most'} {load.max_new_tokens} tokens an answer",
+        "greedy" if load.temperature == 0 else f"temperature {load.temperature:g}",
+        f"at least {load.min_prompts} requests a point and {load.prompts_per_slot} for each under "
+        "way",
+        f"{load.repeats} repeats, {'interleaved' if run.recipe.servers.together else 'in turn'}",
+        *(f"{name}={value}" for name, value in threads.items()),
+    ]
+    return "; ".join(parts)
+
+
+def _load(point: dict[str, Any]) -> tuple[float, ...]:
+    """Return what loads are sorted by, closed loop first."""
+    if point["concurrency"]:
+        return (0, point["concurrency"])
+    return (1, point["request_rate"])
+
+
+def _rates(engine: str, point: dict[str, Any]) -> tuple[str, ...]:
     rate, same = point["output_tokens_per_s"], point["identical"]
     return (
         load_name(point),
         engine,
-        "-" if rate is None else f"{rate['mean']:.1f}{_noisy(rate)}",
+        _mean(rate, "{:.1f}"),
+        "-" if rate is None else _variation(rate),
         _speedup(point["speedup"]),
         _mean(point["tokens_per_s_per_user"], "{:.1f}"),
-        _quantiles(point["ttft_ms"], ("p50", "p99"), "{:.0f}"),
-        _quantiles(point["tpot_ms"], ("p50", "p90", "p99"), "{:.1f}"),
-        _quantiles(point["chunk_gap_ms"], ("p50", "p99"), "{:.1f}"),
-        _quantiles(point["e2e_ms"], ("p99",), "{:.2f}", scale=1e-3),
         _mean(point["acceptance_length"], "{:.2f}"),
         _mean(point["mean_verify_width"], "{:.1f}"),
         f"{same['same']}/{same['of']}" if same and same["of"] else "-",
         f"{point['errors']}/{point['requests']}",
         f"{point['memory_bytes'] / 2**30:.1f} {point['memory_kind']}",
+    )
+
+
+def _latencies(engine: str, point: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        load_name(point),
+        engine,
+        _quantiles(point["ttft_ms"], ("p50", "p90", "p99"), "{:.0f}"),
+        _quantiles(point["tpot_ms"], ("p50", "p90", "p99"), "{:.1f}"),
+        _quantiles(point["chunk_gap_ms"], ("p50", "p99"), "{:.1f}"),
+        _quantiles(point["e2e_ms"], ("p50", "p99"), "{:.2f}", scale=1e-3),
     )
 
 
@@ -136,8 +171,10 @@ def _mean(value: dict[str, Any] | None, form: str) -> str:
     return "-" if value is None else form.format(value["mean"])
 
 
-def _noisy(value: dict[str, Any]) -> str:
-    return f" (noisy, cv {value['cv']:.0%})" if value["cv"] and value["cv"] > NOISY else ""
+def _variation(value: dict[str, Any]) -> str:
+    if value["cv"] is None:
+        return "-"
+    return f"{value['cv']:.0%}{' noisy' if value['cv'] > NOISY else ''}"
 
 
 def _quantiles(

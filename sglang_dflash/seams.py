@@ -137,6 +137,7 @@ SEAMS: tuple[Seam, ...] = (
             "logits_output",
             "next_token_ids",
             "accept_lens",
+            "cap_lens",
             "new_seq_lens",
             "next_draft_input",
             "speculative_num_draft_tokens",

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from sglang_dflash.strict import plain
 
 __all__ = ["DataSettings", "DraftSettings", "LoopSettings", "Settings", "SettingsError"]
 
@@ -204,10 +205,7 @@ class Settings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `settings_from_dict` takes, every value stated."""
-        return {
-            section: {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
-            for section, values in dataclasses.asdict(self).items()
-        }
+        return plain(self)
 
 
 def _require(holds: bool, name: str, value: Any, allowed: str) -> None:

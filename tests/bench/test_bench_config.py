@@ -15,7 +15,8 @@ from bench.commands import check_arguments, command_of, engine_options
 from bench.config import Recipe, load_recipe
 from bench.errors import BenchError
 from bench.plan import make_plan, total_seconds
-from bench.strict import build, plain
+from bench.strict import build
+from sglang_dflash.strict import plain
 
 CONFIGS = sorted((Path(__file__).parents[2] / "bench/configs").glob("*.yaml"))
 MakeRecipe = Callable[..., Path]
@@ -34,6 +35,7 @@ def changed(path: Path, **parts: Any) -> Path:
         ({"load": {"concurency": [1]}}, r"load: unknown key 'concurency'; did you mean 'concurr"),
         ({"load": {"concurrency": ["one"]}}, r"load.concurrency\[0\]: expected a whole number"),
         ({"load": {"concurrency": [True]}}, r"load.concurrency\[0\]: expected a whole number"),
+        ({"load": {"concurrency": None}}, "load.concurrency: expected a list, found nothing"),
         ({"load": {"concurrency": []}}, "nothing to measure"),
         ({"load": {"concurrency": [2, 2]}}, "each once"),
         ({"load": {"repeats": 0}}, "repeats 0: at least 1"),
@@ -60,6 +62,10 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("name: [")
     with pytest.raises(BenchError, match=r"cannot read the recipe .*broken.yaml"):
         load_recipe(tmp_path / "broken.yaml")
+
+
+def test_one_value_is_a_list_of_one(make_recipe: MakeRecipe) -> None:
+    assert load_recipe(changed(make_recipe(), load={"concurrency": 4})).load.concurrency == (4,)
 
 
 def test_quick_overrides_level_by_level(make_recipe: MakeRecipe) -> None:

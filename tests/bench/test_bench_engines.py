@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from pairs import Pair
@@ -34,6 +35,15 @@ def recipe(smollm2_pair: Pair, tmp_path: Path) -> Path:
     return path
 
 
+def servers_left() -> list[psutil.Process]:
+    """Return the servers that this process has started and not taken down."""
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "sglang.launch_server" in child.cmdline()
+    ]
+
+
 @pytest.mark.timeout(600)
 def test_a_sweep_over_real_servers(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
@@ -59,7 +69,27 @@ def test_a_sweep_over_real_servers(recipe: Path, tmp_path: Path) -> None:
         if line["engine"] == "dflash":
             assert line["accepted"] + line["steps"] >= line["output_tokens"] - 1
             assert sum(line["histogram"]) == line["steps"] < 8
+            assert line["steps"] <= line["verified_rows"] <= 8 * line["steps"]
+            assert line["accepted"] + line["steps"] <= line["verified_rows"]
     assert (run / "report.html").stat().st_size > 10_000
+
+
+@pytest.mark.timeout(600)
+def test_a_server_that_sglang_cannot_start(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its parts end in their own way, and all of them; plain decoding's server is alive then."""
+    (tmp_path / "empty").mkdir()
+    data = yaml.safe_load(recipe.read_text())
+    data["models"]["draft"] = str(tmp_path / "empty")
+    recipe.write_text(yaml.safe_dump(data))
+    run = tmp_path / "run"
+    assert main(["sweep", str(recipe), "--out", str(run)]) == 2
+    printed = capsys.readouterr().err
+    assert "dflash: the server ended with exit code" in printed
+    assert "config.json" in printed
+    assert not run.exists()
+    assert servers_left() == []
 
 
 @pytest.mark.timeout(600)

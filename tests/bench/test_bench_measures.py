@@ -30,10 +30,10 @@ def request(start_s: float = 0.0, e2e_s: float = 1.0, **fields: Any) -> RequestR
 
 def point_of(
     *requests: RequestRecord, engine: str = "plain", repeat: int = 0, concurrency: int = 1,
-    block_size: int | None = None, has_text: bool = True,
+    has_text: bool = True,
 ) -> PointRecord:  # fmt: skip
     return PointRecord(
-        Point(engine, "gsm8k", Level(concurrency), repeat), block_size, 2**30, "rss", has_text,
+        Point(engine, "gsm8k", Level(concurrency), repeat), 2**30, "rss", has_text,
         "2026-01-01T00:00:00+00:00",
         tuple(dataclasses.replace(r, index=i) for i, r in enumerate(requests)),
     )  # fmt: skip
@@ -126,26 +126,20 @@ def test_speed_ups_are_taken_within_a_repeat(recorded_recipe: Recipe) -> None:
     assert point["repeats"] == 3
 
 
-def test_tau_is_sum_over_sum_and_the_block_is_the_width(recorded_recipe: Recipe) -> None:
-    records = [
-        point_of(request(steps=1, accepted=7, histogram=(0,) * 7 + (1,)), block_size=8),
-        point_of(request(steps=3, accepted=0, histogram=(3,)), repeat=1, block_size=8),
-    ]
-    (point,) = summarise(recorded_recipe, records)
+def test_tau_and_width_are_sums_over_sums(recorded_recipe: Recipe) -> None:
+    whole = request(steps=1, accepted=7, histogram=(0,) * 7 + (1,), verified_rows=8)
+    narrow = request(steps=3, accepted=0, histogram=(3,), verified_rows=4)
+    (point,) = summarise(recorded_recipe, [point_of(whole), point_of(narrow, repeat=1)])
     assert point["acceptance_length"]["mean"] == pytest.approx((7 + 4) / 4)  # not (8 + 1) / 2
     assert point["acceptance_by_position"] == [0.25] * 7
-    assert point["mean_verify_width"]["mean"] == 8
-
-
-def test_a_server_s_own_width_wins_over_the_block(recorded_recipe: Recipe) -> None:
-    one = request(steps=4, accepted=2, histogram=(2, 2), verified_rows=10)
-    (point,) = summarise(recorded_recipe, [point_of(one, block_size=8)])
-    assert point["mean_verify_width"]["mean"] == 2.5
+    assert 1 + sum(point["acceptance_by_position"]) == point["acceptance_length"]["mean"]
+    assert point["mean_verify_width"]["mean"] == (8 + 4) / 4
+    assert point["mean_verify_width"]["values"] == [8, pytest.approx(4 / 3)]
 
 
 def test_random_tokens_and_plain_decoding_have_no_tau(recorded_recipe: Recipe) -> None:
     one = request(steps=4, accepted=2, histogram=(2, 2))
-    (noise,) = summarise(recorded_recipe, [point_of(one, block_size=8, has_text=False)])
+    (noise,) = summarise(recorded_recipe, [point_of(one, has_text=False)])
     (plain,) = summarise(recorded_recipe, [point_of(request())])
     for point in (noise, plain):
         assert point["acceptance_length"] is None

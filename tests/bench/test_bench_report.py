@@ -116,9 +116,18 @@ def test_the_same_points_give_the_same_files(make_run: MakeRun, tmp_path: Path) 
 def test_a_table_shows_its_numbers(make_run: MakeRun) -> None:
     folder = make_run("run").path
     text = (write_report([folder], folder) / "summary.md").read_text()
-    (row,) = [line for line in text.splitlines() if line.startswith("| 1 | dflash |")]
+    row, latencies = [line for line in text.splitlines() if line.startswith("| 1 | dflash |")]
     assert "| 1.35 (1.33-1.37) |" in row
     assert "| 2.47 | 8.0 | 7/8 | 0/8 |" in row
+    cells = latencies.split(" | ")
+    assert [cell.count(" / ") for cell in cells[2:]] == [2, 2, 1, 1]
+
+
+def test_a_report_says_what_was_asked(make_run: MakeRun) -> None:
+    folder = make_run("run").path
+    text = (write_report([folder], folder) / "summary.md").read_text()
+    assert "exactly 16 tokens an answer; greedy; at least 4 requests a point" in text
+    assert "2 repeats, interleaved" in text
 
 
 def test_several_runs_stand_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:

@@ -91,6 +91,22 @@ def test_an_open_loop_sends_at_the_asked_rate(make_recipe: MakeRecipe, tmp_path:
         assert sum(gap > 0.005 for gap in gaps) >= 4
 
 
+def test_a_server_that_measures_its_machine_starts_alone(
+    make_recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    events = tmp_path / "events"
+    toy = {name: ["--events", events] for name in ("plain", "fast")}
+    path = make_recipe(toy)
+    engines = yaml.safe_load(path.read_text())["engines"]
+    engines[0]["starts_alone"] = True  # the first of the recipe is the last to start
+    assert main(["sweep", str(changed(path, engines=engines)), "--out", str(tmp_path / "r")]) == 0
+    ports, kinds = zip(*(line.split() for line in events.read_text().splitlines()), strict=True)
+    second = kinds.index("started", 1)
+    assert set(ports[:second]) == {ports[0]}
+    assert kinds[1:second] == ("asked",) * 3  # the whole warm-up
+    assert ports[second] != ports[0]
+
+
 def test_a_server_that_dies_is_reported_and_the_sweep_goes_on(
     make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +207,29 @@ def test_an_aborted_stream_is_an_error_and_no_tokens(
     assert (record.error, record.output_tokens) == (error, tokens)
 
 
+@pytest.mark.parametrize(
+    ("meta", "rows"),
+    [
+        ({"spec_num_proposed_drafts": 21, "spec_verify_ct": 3}, 24),
+        (
+            {
+                "spec_num_proposed_drafts": 21,
+                "spec_verify_ct": 3,
+                "spec_cap_lens_histogram": [0, 2, 0, 1],
+            },
+            5,
+        ),
+        ({}, None),
+    ],
+)
+def test_verified_rows_are_the_server_s(meta: dict[str, Any], rows: int | None) -> None:
+    """The block is not what a worker verifies that narrows its steps."""
+    output = RequestFuncOutput(success=True, output_len=5, latency=1.0)
+    target = Target(cast(Server, Asked(sglang=True)), "model", len)
+    record = record_of(0, output, ([], {"completion_tokens": 5, **meta}), 0.0, target)
+    assert record.verified_rows == rows
+
+
 def test_a_server_that_counts_nothing_is_counted_by_the_tokenizer() -> None:
     output = RequestFuncOutput(success=True, output_len=64, latency=1.0, generated_text="a b c")
     target = Target(cast(Server, Asked(sglang=False)), "model", lambda text: len(text.split()))
@@ -199,10 +238,20 @@ def test_a_server_that_counts_nothing_is_counted_by_the_tokenizer() -> None:
 
 
 def taken_port() -> tuple[socket.socket, int]:
-    holder = socket.socket()
-    holder.bind(("127.0.0.1", 0))
-    holder.listen()
-    return holder, holder.getsockname()[1]
+    """Return a socket that listens, and its port; the port below is free."""
+    while True:
+        holder, below = socket.socket(), socket.socket()
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        try:
+            below.bind(("127.0.0.1", port - 1))
+        except OSError:
+            holder.close()
+            continue
+        finally:
+            below.close()
+        holder.listen()
+        return holder, port
 
 
 def test_mistakes_exit_with_two_and_leave_nothing(
@@ -217,18 +266,38 @@ def test_mistakes_exit_with_two_and_leave_nothing(
         (lambda: make_recipe({"fast": ["--no-start"]}), "toy: no such model"),
         (lambda: make_recipe({"fast": ["--die-at", 1]}), "the server ended with exit code 7"),
         (lambda: make_recipe(servers={"port": port, "together": True}), f"port {port} is in use"),
+        # the first server has started when the second's port is found to be taken
+        (lambda: make_recipe(servers={"port": port - 1, "together": True}),
+         f"engine fast: port {port} is in use"),
+        (lambda: changed(make_recipe(), engines=[{"name": "plain", "args": ["--dtyp", "auto"]}]),
+         "engine plain: SGLang refuses its arguments: unrecognized arguments: --dtyp"),
+        (lambda: changed(make_recipe(), models={"draft": "./none"}), "draft: there is no folder"),
         (lambda: changed(make_recipe(), engines=[{"name": "plain", "command": ["no-such-program",
                                                                               "{port}"]}]),
          "cannot run no-such-program"),
         (lambda: make_recipe(servers={"start_timeout_s": 0}), "no answer within 0 s"),
     ]  # fmt: skip
     for make, message in cases:
-        run = tmp_path / "run"
+        run = tmp_path / "new/folders/run"
         assert main(["sweep", str(make()), "--out", str(run)]) == 2, message
         assert message in capsys.readouterr().err
-        assert not run.exists(), message
+        assert not (tmp_path / "new").exists(), message
     holder.close()
     assert toys() == []
+
+
+def test_mistakes_of_the_other_commands_exit_with_two(
+    make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = changed(make_recipe(), engines=[{"name": "plain"}])
+    nowhere = str(tmp_path / "none/record.json")
+    assert main(["offline", str(recipe), "--out", nowhere]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert main(["offline", str(make_recipe())]) == 2
+    assert "offline needs SGLang engines" in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "none")]) == 2
+    assert "is not a run folder" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_folder_is_never_overwritten(

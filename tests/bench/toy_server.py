@@ -18,6 +18,7 @@ ARGUMENTS.add_argument("--port", type=int, required=True)
 ARGUMENTS.add_argument("--token-ms", type=float, default=1, help="time between two words")
 ARGUMENTS.add_argument("--die-at", type=int, help="end the process at this request")
 ARGUMENTS.add_argument("--die-once", help="... unless this file exists; make it")
+ARGUMENTS.add_argument("--events", help="add a line to this file at the start and at each request")
 ARGUMENTS.add_argument("--no-start", action="store_true", help="end at once with a message")
 
 
@@ -33,6 +34,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(b'{"data": []}')
 
     def do_POST(self) -> None:
+        self.note("asked")
         if self.path != "/v1/completions":
             self.send_error(404)
             return
@@ -46,6 +48,13 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
             self.wfile.flush()
         self.wfile.write(b"data: [DONE]\n\n")
+
+    @classmethod
+    def note(cls, event: str) -> None:
+        """Write down what happened, if asked to."""
+        if cls.options.events is not None:
+            with open(cls.options.events, "a") as events:
+                events.write(f"{cls.options.port} {event}\n")
 
     def log_message(self, *arguments: object) -> None:
         """Say nothing."""
@@ -74,6 +83,7 @@ def main() -> None:
     Handler.options = ARGUMENTS.parse_args()
     if Handler.options.no_start:
         raise SystemExit("toy: no such model")
+    Handler.note("started")
     ThreadingHTTPServer(("127.0.0.1", Handler.options.port), Handler).serve_forever()
 
 

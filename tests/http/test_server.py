@@ -211,6 +211,13 @@ def test_meta_info_tells_acceptance(server: Server) -> None:
     assert sum(histogram) == meta["spec_verify_ct"]
     accepted = sum(count * steps for count, steps in enumerate(histogram))
     assert accepted == meta["spec_num_correct_drafts"] > 0
+    widths = meta["spec_cap_lens_histogram"]
+    assert sum(widths) == meta["spec_verify_ct"]
+    assert widths[0] == 0  # the anchor is always verified
+    assert len(widths) <= 9
+    rows = sum(width * steps for width, steps in enumerate(widths))
+    assert meta["spec_cap_length"] == pytest.approx(rows / meta["spec_verify_ct"])
+    assert rows >= accepted + meta["spec_verify_ct"]
 
 
 def test_metrics_tell_acceptance(server: Server) -> None:
