@@ -103,12 +103,22 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
             "--speculative-algorithm DFLASH needs --speculative-draft-model-path, and got none: "
             "give the folder or Hub id of a DFlash draft made for the target"
         )
-    target = _target(server_args)
-    if _choose_upstream(server_args, target) is None:
+    target, options = _target(server_args), _options(settings)
+    if _choose_upstream(server_args, options, target) is None:
         from sglang_dflash.routing import check_start
 
-        check_start(settings, target)
+        check_start(settings, options, target)
+        _take_over_adaptive(server_args, settings)
     previous(server_args)
+
+
+def _take_over_adaptive(server_args: Any, settings: Any) -> None:
+    """Keep SGLang from saying that DFLASH adapts to nothing: our budget does, without the flag."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if settings.speculative_adaptive:
+        declare_resolution(server_args, "sglang_dflash", speculative_adaptive=False)
+        logger.info("--speculative-adaptive adds nothing: DFLASH's verify widths follow the load")
 
 
 def _create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
@@ -116,7 +126,10 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     _check_hooks()
-    reason = _choose_upstream(server_args, _target(server_args))
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    options = _options(resolving_view(server_args))
+    reason = _choose_upstream(server_args, options, _target(server_args))
     if reason is None:
         from sglang_dflash.worker import DFlashWorker
 
@@ -125,7 +138,7 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
     return original(algorithm, server_args)
 
 
-def _choose_upstream(server_args: Any, target: Any) -> str | None:
+def _choose_upstream(server_args: Any, options: Any, target: Any) -> str | None:
     """Return why SGLang's worker serves, or None; refuse where it could not.
 
     Raises:
@@ -135,11 +148,10 @@ def _choose_upstream(server_args: Any, target: Any) -> str | None:
     from sglang.srt.platforms import current_platform
 
     from sglang_dflash.errors import UnsupportedCheckpoint
-    from sglang_dflash.options import Options
     from sglang_dflash.routing import upstream_reason
 
     settings = resolving_view(server_args)
-    reason = upstream_reason(settings, Options.from_env(os.environ), target)
+    reason = upstream_reason(settings, options, target)
     if reason is None or not current_platform.is_out_of_tree():
         return reason
     if getattr(current_platform, "serves_upstream_worker", False):
@@ -148,6 +160,13 @@ def _choose_upstream(server_args: Any, target: Any) -> str | None:
         f"DFLASH on {current_platform.device_name}: {reason}. SGLang's own DFLASH worker may serve "
         "this, but needs CUDA; without it, serve without these or with a plain DFlash draft."
     )
+
+
+def _options(settings: Any) -> Any:
+    """Return what is asked of the plugin, as `sglang_dflash.options.Options`."""
+    from sglang_dflash.options import Options
+
+    return Options.read(os.environ, settings.speculative_adaptive_config)
 
 
 def _target(server_args: Any) -> Any:

@@ -66,7 +66,10 @@ def width_policy(
         return FixedWidth(block_size)
     limits = Limits(block_size, options.min_width, options.max_width)
     cost = measure_steps(runner, draft, block_size, max_requests, agree)
-    parts = BudgetController(cost, limits), Calibrator(block_size, device=runner.device)
+    parts = (
+        BudgetController(cost, limits, options.pacing),
+        Calibrator(block_size, device=runner.device),
+    )
     counted = get_observability().enable_metrics and get_parallel().tp_rank == 0
     return CountedWidths(*parts) if counted else MeasuredWidths(*parts)
 
