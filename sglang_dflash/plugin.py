@@ -25,6 +25,9 @@ _CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_w
 _ADMISSION = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
 _SEEDED_DRAW = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 _PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.apply"
+_META_INFO = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
+)
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
@@ -72,6 +75,7 @@ def _register_hooks() -> None:
     HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
     HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
     HookRegistry.register(_ROW_WIDTH, _widen_rows, HookType.AROUND)
+    HookRegistry.register(_META_INFO, _tell_acceptance, HookType.AROUND)
     HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
     HookRegistry.register(_PENALTIES, _penalise_in_order, HookType.AROUND)
     for target, hook, kind in _cpu_hooks():
@@ -222,6 +226,20 @@ def _penalise_in_order(original: Callable[..., None], *args: Any, **options: Any
     penalise_in_order(original, *args, **options)
 
 
+def _tell_acceptance(
+    original: Callable[..., None], manager: Any, meta_info: dict[str, Any], *args: Any
+) -> None:
+    """Add what verify made of each place in the block to a request's `meta_info`."""
+    from sglang.srt.runtime_context import get_spec
+
+    original(manager, meta_info, *args)
+    rows = meta_info.get("spec_cap_lens_histogram")
+    if rows and get_spec().speculative_algorithm == _ALGORITHM:
+        from sglang_dflash.acceptance import by_position
+
+        meta_info.update(by_position(rows, meta_info.get("spec_correct_drafts_histogram", [])))
+
+
 def _widen_rows(original: Callable[[], int]) -> int:
     """Give a row of the page table room for the whole speculative reserve.
 
@@ -257,7 +275,7 @@ def _check_hooks() -> None:
     from sglang_dflash.errors import PluginConflict, SeamMoved
     from sglang_dflash.seams import TESTED_SGLANG, check
 
-    targets = [_CREATE_WORKER, _ADMISSION, _ROW_WIDTH, _SEEDED_DRAW, _PENALTIES]
+    targets = [_CREATE_WORKER, _ADMISSION, _META_INFO, _ROW_WIDTH, _SEEDED_DRAW, _PENALTIES]
     targets += [hook[0] for hook in _cpu_hooks()]
     problems = check()
     problems += [

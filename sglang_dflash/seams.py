@@ -42,6 +42,10 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_SRT + "configs.hybrid_arch.mambaish_config", ("model_config",)),
     Seam(_SPEC + "spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args")),
     Seam(_SPEC + "dflash_utils.validate_dflash_request", ("req", "enable_overlap")),
+    Seam(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        ("self", "meta_info", "recv_obj", "i"),
+    ),
     Seam(_POOL + "allocation_sizing.get_req_to_token_extra_context_len", ()),
     # sampling (corrections.py, verify/)
     Seam(

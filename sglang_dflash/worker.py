@@ -155,6 +155,7 @@ class DFlashWorker(BaseSpecWorker):
             logits_output=verified.result.logits_output,
             next_token_ids=verdict.tokens.flatten(),
             accept_lens=verdict.num_committed,
+            cap_lens=rows.widths,  # verified rows, as SGLang's ragged verify reports them
             new_seq_lens=new_seq_lens,
             next_draft_input=DFlashState(bonus_tokens=verdict.next_anchor),
             speculative_num_draft_tokens=self.block_size,
