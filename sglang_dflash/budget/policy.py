@@ -143,6 +143,7 @@ class MeasuredWidths(WidthPolicy):
         if self._judged is not None:
             confidence, sampled, _ = self._judged
             self.calibrator.update(confidence, sampled, rows.widths, num_accepted)
+            self.controller.settle(num_accepted.cpu().numpy())
 
     def _observe(self, facts: StepFacts, seconds: float) -> None:
         before = self._facts
