@@ -94,6 +94,11 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
             "--speculative-adaptive asks for widths that follow the load, and the budget is fixed "
             "(SGLANG_DFLASH_BUDGET or the file of --speculative-adaptive-config): leave one out"
         )
+    if options.trace is not None and settings.dp_size > 1:
+        raise ValueError(
+            f"SGLANG_DFLASH_TRACE with --dp-size {settings.dp_size}: one file cannot hold the "
+            "steps of several schedulers. Unset it, or trace a server of one replica."
+        )
     if settings.sampling_backend not in (None, *_SAMPLING_BACKENDS):
         raise ValueError(
             f"--sampling-backend {settings.sampling_backend}: DFLASH knows the law that "

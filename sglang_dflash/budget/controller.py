@@ -165,6 +165,11 @@ class BudgetController:
         self._purse.earn(saved, self._look_price(len(num_accepted), self._switch.drafting))
 
     @property
+    def explores(self) -> bool:
+        """Whether the latest step looks wider than pays by present belief."""
+        return self._step.explores
+
+    @property
     def _plain_is_barred(self) -> bool:
         return self.limits.min_width > 1
 

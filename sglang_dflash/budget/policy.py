@@ -12,7 +12,7 @@ from sglang_dflash.budget.calibration import Calibrator
 from sglang_dflash.budget.controller import BudgetController, Step
 from sglang_dflash.verify.rows import Rows
 
-__all__ = ["FixedWidth", "MeasuredWidths", "StepFacts", "WidthPolicy"]
+__all__ = ["FixedWidth", "Judged", "Latest", "MeasuredWidths", "StepFacts", "WidthPolicy"]
 
 
 class StepFacts(NamedTuple):
@@ -29,6 +29,10 @@ class StepFacts(NamedTuple):
     context_tokens: int
     iteration: int
     after_idle: bool
+
+    def follows(self, before: StepFacts) -> bool:
+        """Return whether nothing came between another step and this one."""
+        return not self.after_idle and self.iteration == before.iteration + 1
 
 
 class WidthPolicy:
@@ -81,12 +85,26 @@ class FixedWidth(WidthPolicy):
         return [self._width] * self._num_requests
 
 
-class _Judged(NamedTuple):
+class Judged(NamedTuple):
     """The proposals of a step with the draft."""
 
     confidence: torch.Tensor  # [n, B-1]
     sampled: torch.Tensor  # [n]
     chances: torch.Tensor  # [n, B-1]
+
+
+class Latest(NamedTuple):
+    """What a step was decided by.
+
+    Attributes:
+        explores: it looks wider than pays by present belief.
+        expected_tokens: of its plan, all requests together; says nothing of a plain step.
+        judged: its proposals; None for a plain step.
+    """
+
+    explores: bool
+    expected_tokens: float
+    judged: Judged | None
 
 
 class MeasuredWidths(WidthPolicy):
@@ -104,7 +122,7 @@ class MeasuredWidths(WidthPolicy):
         self._started = 0.0
         self._step = Step("draft", explores=False)
         self._num_rows = 0
-        self._judged: _Judged | None = None
+        self._judged: Judged | None = None
         self._expected_tokens = 0.0  # of the latest plan, all requests together
 
     def drafts(self, facts: StepFacts) -> bool:
@@ -127,7 +145,7 @@ class MeasuredWidths(WidthPolicy):
         if confidence is None:
             return [1] * self._num_rows
         chances = self.calibrator.chances(confidence, sampled)
-        self._judged = _Judged(confidence, sampled, chances)
+        self._judged = Judged(confidence, sampled, chances)
         plan = self.controller.plan(chances.double().cpu().numpy())
         self._num_rows = int(plan.widths.sum())
         self._expected_tokens = plan.expected_tokens
@@ -145,9 +163,14 @@ class MeasuredWidths(WidthPolicy):
             self.calibrator.update(confidence, sampled, rows.widths, num_accepted)
             self.controller.settle(num_accepted.cpu().numpy())
 
+    @property
+    def latest(self) -> Latest:
+        """What the latest step was decided by."""
+        return Latest(self.controller.explores, self._expected_tokens, self._judged)
+
     def _observe(self, facts: StepFacts, seconds: float) -> None:
         before = self._facts
-        if before is None or facts.after_idle or facts.iteration != before.iteration + 1:
+        if before is None or not facts.follows(before):
             return
         self.controller.cost.observe(
             self._step.kind, before.num_requests, self._num_rows, before.context_tokens, seconds

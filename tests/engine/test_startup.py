@@ -207,6 +207,9 @@ def test_a_trace_needs_a_folder_and_a_budget_that_moves(
     monkeypatch.setenv("SGLANG_DFLASH_TRACE", str(tmp_path / "gone" / "trace"))
     with pytest.raises(ValueError, match=r"SGLANG_DFLASH_TRACE=.*its folder does not exist"):
         start(llama_pair, llama_pair.draft)
+    monkeypatch.setenv("SGLANG_DFLASH_TRACE", str(tmp_path / "trace"))
+    with pytest.raises(ValueError, match="SGLANG_DFLASH_TRACE with --dp-size 2"):
+        start(llama_pair, llama_pair.draft, "--dp-size", "2")
     monkeypatch.setenv("SGLANG_DFLASH_BUDGET", "fixed")
     with pytest.raises(ValueError, match=r"SGLANG_DFLASH_TRACE .* the budget is fixed"):
         start(llama_pair, llama_pair.draft)
