@@ -21,14 +21,14 @@ class CountedWidths(MeasuredWidths):
     """The measured policy, counting its steps; for a server with --enable-metrics.
 
     Counters only, so that any two readings give the figures of the time between them:
-    `sglang:dflash_steps`, `_request_steps`, `_verified_rows`, `_committed_tokens` and
-    `_predicted_tokens` by kind of step; `_judged` and `_accepted` by position in the block;
+    `sglang:dflash_steps`, `_request_steps`, `_drafted_rows`, `_verified_rows`, `_committed_tokens`
+    and `_predicted_tokens` by kind of step; `_judged` and `_accepted` by position in the block;
     `_chances`, `_chance_judged` and `_chance_accepted` by bin of the predicted chance.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        by_kind = ("steps", "request_steps", "verified_rows", "committed_tokens")
+        by_kind = ("steps", "request_steps", "drafted_rows", "verified_rows", "committed_tokens")
         self._by_kind = {name: _counter(name, "kind") for name in (*by_kind, "predicted_tokens")}
         self._by_position = {name: _counter(name, "position") for name in ("judged", "accepted")}
         names = ("chance_judged", "chances", "chance_accepted")  # the order of Reliability
@@ -45,6 +45,7 @@ class CountedWidths(MeasuredWidths):
         figures = {
             "steps": 1,
             "request_steps": n,
+            "drafted_rows": 0 if judged is None else judged.chances.numel() + n,
             "verified_rows": len(rows),
             "committed_tokens": n + int(num_accepted.sum()),
             "predicted_tokens": n if judged is None else self._expected_tokens,

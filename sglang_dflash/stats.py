@@ -22,6 +22,7 @@ class Stats(NamedTuple):
     Attributes:
         steps: decode steps.
         drafted: share of them with the draft.
+        draft_rows: rows of a request's block that the draft ran over, in the steps that had it.
         rows: verified rows of a request and step.
         tokens: committed tokens of a request and step; the acceptance length.
         predicted: what the budget expected of `tokens`.
@@ -32,6 +33,7 @@ class Stats(NamedTuple):
 
     steps: int
     drafted: float
+    draft_rows: float
     rows: float
     tokens: float
     predicted: float
@@ -58,6 +60,7 @@ class Stats(NamedTuple):
         return cls(
             steps=int(steps),
             drafted=_share(values["steps"]["draft"], steps),
+            draft_rows=_share(values["drafted_rows"]["draft"], values["request_steps"]["draft"]),
             rows=_share(total.get("verified_rows", 0.0), requests),
             tokens=_share(total.get("committed_tokens", 0.0), requests),
             predicted=_share(total.get("predicted_tokens", 0.0), requests),
@@ -96,7 +99,7 @@ def table(stats: Stats) -> str:
     """Return the figures for people."""
     lines = [
         f"steps {stats.steps}, with the draft {stats.drafted:.0%}",
-        f"rows verified a request and step {stats.rows:.2f}",
+        f"rows a request and step: drafted {stats.draft_rows:.2f}, verified {stats.rows:.2f}",
         f"tokens a request and step {stats.tokens:.3f}, predicted {stats.predicted:.3f}",
         "accepted by position " + " ".join(f"{share:.2f}" for share in stats.acceptance),
         f"calibration error {stats.calibration_error:.3f}",

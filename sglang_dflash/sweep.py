@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_observability, get_parallel
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 
 from sglang_dflash.budget.calibration import Calibrator
-from sglang_dflash.budget.controller import BudgetController
+from sglang_dflash.budget.controller import BudgetController, draft_widths
 from sglang_dflash.budget.cost import CostModel, SweepPoint, sweep_points
 from sglang_dflash.budget.planner import Limits
 from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, WidthPolicy
@@ -70,7 +70,7 @@ def width_policy(
     limits = Limits(block_size, options.min_width, options.max_width)
     cost = measure_steps(runner, draft, block_size, max_requests, agree)
     parts = (
-        BudgetController(cost, limits, options.pacing),
+        BudgetController(cost, limits, options.pacing, draft_widths(limits)),
         Calibrator(block_size, device=runner.device),
     )
     counted = get_observability().enable_metrics and get_parallel().tp_rank == 0
@@ -87,7 +87,7 @@ def measure_steps(
     max_requests: int,
     agree: Callable[[torch.Tensor], torch.Tensor],
 ) -> CostModel:
-    """Return the times of steps of every size up to a time limit, cheapest first.
+    """Return the times of both parts of steps of every size up to a time limit, cheapest first.
 
     The requests are made up: they read and write the pool's padding slot, which belongs to nobody.
 
@@ -103,14 +103,14 @@ def measure_steps(
     points = sweep_points(min(max_requests, _MAX_REQUESTS), block_size)
     num_measured = 0
     for point in points:
-        known = cost.knows("plain") and cost.knows("draft")
+        known = cost.knows("target") and cost.knows("draft")
         goes_on = torch.tensor(time.perf_counter() - began < _SECONDS, dtype=torch.int64)
         if known and not bool(agree(goes_on)):
             break
         seconds = [_seconds(runner, draft, block_size, point) for _ in range(_REPEATS)]
         usual = torch.tensor(statistics.median(seconds), dtype=torch.float64)
         cost.observe(
-            point.kind,
+            point.part,
             point.num_requests,
             point.num_rows,
             _CONTEXT * point.num_requests,
@@ -118,7 +118,7 @@ def measure_steps(
         )
         num_measured += 1
     logger.info(
-        "DFLASH verifies what pays: %d of %d sizes of step were measured in %.1f s",
+        "DFLASH verifies what pays: %d of %d sizes of pass were measured in %.1f s",
         num_measured,
         len(points),
         time.perf_counter() - began,
@@ -137,28 +137,40 @@ class _Made(NamedTuple):
 
 
 def _seconds(runner: ModelRunner, draft: DraftForward, block_size: int, point: SweepPoint) -> float:
-    """Return how long one step takes: the draft where it runs, the target, and injection."""
+    """Return how long a part of a step takes: the draft, or the target and injection."""
     n = point.num_requests
     rows = Rows.of([point.num_rows // n] * n, block_size, runner.device)
     started = time.perf_counter()
     with torch.inference_mode():
         batch, block, plan = _made_up(runner, n, block_size)
-        if point.kind == "draft":
-            draft.propose(batch, block, plan, None, with_confidence=True)
-        spec_info = DFlashVerifyInput(
-            draft_token=rows.take(block.ids),
-            positions=rows.take(block.positions),
-            draft_token_num=block_size,
-            kv_loc_plan=plan,
-            kv_loc_cols=rows.columns,
-            ragged_verify_layout=ragged_layout(rows),
-        )
-        taken = VerifyRows(*(rows.take(values) for values in block))
-        forward = verify_batch(runner, batch, taken, spec_info, plan, rows.columns)
-        output = runner.forward(forward).logits_output
-        output.next_token_logits.argmax(dim=-1)
-        draft.inject(output.hidden_states, taken.positions, plan, rows.columns)
+        if point.part == "draft":
+            draft.propose(batch, block, rows, plan, None, with_confidence=True)
+        else:
+            _verify(runner, draft, batch, block, rows, plan)
     return time.perf_counter() - started
+
+
+def _verify(
+    runner: ModelRunner,
+    draft: DraftForward,
+    batch: _Made,
+    block: Block,
+    rows: Rows,
+    plan: KVLocPlan,
+) -> None:
+    spec_info = DFlashVerifyInput(
+        draft_token=rows.take(block.ids),
+        positions=rows.take(block.positions),
+        draft_token_num=rows.block_size,
+        kv_loc_plan=plan,
+        kv_loc_cols=rows.columns,
+        ragged_verify_layout=ragged_layout(rows),
+    )
+    taken = VerifyRows(*(rows.take(values) for values in block))
+    forward = verify_batch(runner, batch, taken, spec_info, plan, rows.columns)
+    output = runner.forward(forward).logits_output
+    output.next_token_logits.argmax(dim=-1)
+    draft.inject(output.hidden_states, taken.positions, plan, rows.columns)
 
 
 def _made_up(runner: ModelRunner, n: int, block_size: int) -> tuple[_Made, Block, KVLocPlan]:

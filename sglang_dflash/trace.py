@@ -51,7 +51,7 @@ class TracedWidths(WidthPolicy):
         self._facts: StepFacts | None = None
         self._started = 0.0
 
-    def drafts(self, facts: StepFacts) -> bool:
+    def draft_width(self, facts: StepFacts) -> int:
         """Write the step before, and return what the policy says; see `WidthPolicy`."""
         now = time.perf_counter()
         if self._record is not None:
@@ -59,13 +59,13 @@ class TracedWidths(WidthPolicy):
             seconds = round(now - self._started, 6) if follows else None
             self._write(self._record | {"seconds": seconds})
         self._record, self._facts, self._started = None, facts, now
-        return self.inner.drafts(facts)
+        return self.inner.draft_width(facts)
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return what the policy says; see `WidthPolicy`.
 
         Args:
-            confidence: [n, B-1] float32; None for a step without the draft.
+            confidence: [n, w-1] float32; None for a step without the draft.
             sampled: [n] bool.
         """
         return self.inner.widths(confidence, sampled)
@@ -78,7 +78,7 @@ class TracedWidths(WidthPolicy):
             num_accepted: [n] int.
         """
         facts, (explores, expected, judged) = self._facts, self.inner.latest
-        assert facts is not None, "a step begins with `drafts`"
+        assert facts is not None, "a step begins with `draft_width`"
         n, accepted = len(rows.widths_cpu), num_accepted.tolist()
         self._record = {
             "time": round(time.time() - (time.perf_counter() - self._started), 4),

@@ -172,12 +172,14 @@ class DFlashWorker(BaseSpecWorker):
             iteration=batch.forward_iter,
             after_idle=batch.after_idle_gap,
         )
-        (drafts,) = self._agreed([int(self._policy.drafts(facts))])
-        if not drafts:
+        (width,) = self._agreed([self._policy.draft_width(facts)])
+        if width == 1:
             return propose_nothing(len(block.ids), self.block_size - 1, self.device)
+        rows = Rows.of([width] * len(block.ids), self.block_size, self.device)
         proposal = self._draft.propose(
             batch,
             block,
+            rows,
             plan,
             sampling_of(batch.sampling_info),
             with_confidence=self._policy.wants_confidence,

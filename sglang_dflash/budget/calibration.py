@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 __all__ = ["Calibrator", "Prior", "observed", "survival"]
 
@@ -79,14 +80,16 @@ class Calibrator:
         """Return the chance that each proposal is accepted if all before it are.
 
         Args:
-            probs: [n, B-1] float, the draft's probability of the token that it proposed.
+            probs: [n, w-1] float, the draft's probability of the token that it proposed; w is how
+                many rows of each block it ran over, B at most.
             sampled: [n] bool, False for greedy requests.
 
         Returns:
-            [n, B-1] float32 in (0, 1).
+            [n, w-1] float32 in (0, 1).
         """
         kind = sampled.long()
-        return torch.sigmoid(self.slope[kind, None] * _log_odds(probs) + self.intercepts[kind])
+        intercepts = self.intercepts[kind, : probs.shape[1]]
+        return torch.sigmoid(self.slope[kind, None] * _log_odds(probs) + intercepts)
 
     def update(
         self,
@@ -98,7 +101,7 @@ class Calibrator:
         """Learn from one verified step.
 
         Args:
-            probs: [n, B-1] float, as given to `chances`.
+            probs: [n, w-1] float, as given to `chances`.
             sampled: [n] bool, False for greedy requests.
             widths: [n] int in 1..B, verified rows; width 1 (padding, too) says nothing.
             num_accepted: [n] int in 0..widths-1, accepted proposals.
@@ -106,11 +109,12 @@ class Calibrator:
         seen, accepted = observed(probs.shape[1], widths, num_accepted)
         x = _log_odds(probs)
         chance = self.chances(probs, sampled)
-        error = (accepted.float() - chance) * seen  # [n, B-1]
+        error = (accepted.float() - chance) * seen  # [n, w-1]
         weight = chance * (1 - chance) * seen
         of_kind = torch.stack([~sampled, sampled]).to(x.dtype)  # [2, n]
         terms = torch.stack([error * x, error, weight * x * x, weight * x, weight, seen.float()])
-        sums = torch.einsum("tn,snk->stk", of_kind, terms)  # [6, 2, B-1]
+        sums = torch.einsum("tn,snk->stk", of_kind, terms)  # [6, 2, w-1]
+        sums = F.pad(sums, (0, self.intercepts.shape[1] - sums.shape[2]))  # [6, 2, B-1]
         count = sums[5]
         keep = torch.exp(-count / self._window)
         # The traffic changed: a step contradicts the curve beyond chance, so half of it is dropped.

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from sglang_dflash.budget.cost import CostModel, StepKind
+from sglang_dflash.budget.cost import CostModel
 from sglang_dflash.budget.gains import GainCurve
 from sglang_dflash.budget.pacing import DraftSwitch, LookPurse, Pacing
 from sglang_dflash.budget.planner import (
@@ -19,8 +20,9 @@ from sglang_dflash.budget.planner import (
     widen,
     worth_drafting,
 )
+from sglang_dflash.budget.surface import half_octaves
 
-__all__ = ["BudgetController", "Step"]
+__all__ = ["BudgetController", "Step", "draft_widths"]
 
 Array = NDArray[np.float64]
 
@@ -29,16 +31,22 @@ class Step(NamedTuple):
     """What is decided before the draft runs.
 
     Attributes:
-        kind: `plain` skips the draft: one row a request.
+        draft_width: rows of each block that the draft runs over, anchor included; 1 skips it, and
+            the step is plain decoding.
         explores: this step looks wider than pays by present belief.
     """
 
-    kind: StepKind
+    draft_width: int
     explores: bool
+
+    @property
+    def drafts(self) -> bool:
+        """Whether the draft runs."""
+        return self.draft_width > 1
 
 
 class _Outlook(NamedTuple):
-    """What the next step may do, by number of rows; all [k]."""
+    """What the next step may do at one draft width, by number of verified rows; all [k]."""
 
     rows: NDArray[np.int64]
     tokens: Array
@@ -53,6 +61,16 @@ class _Outlook(NamedTuple):
     def best_rate(self) -> float:
         """Expected tokens per second there."""
         return float(self.tokens[self.best] / self.seconds[self.best])
+
+    def wider(self, index: int) -> int:
+        """Return the index of twice the rows, as far as they go."""
+        return min(2 * int(self.rows[index]), int(self.rows[-1])) - int(self.rows[0])
+
+
+def draft_widths(limits: Limits) -> tuple[int, ...]:
+    """Return the draft widths to choose from where any may be run: 2, 3, 4, 6, 8, ..."""
+    nodes = half_octaves(limits.widest).astype(int).tolist()
+    return tuple(width for width in nodes if width >= max(2, limits.min_width))
 
 
 class _Look(NamedTuple):
@@ -73,25 +91,36 @@ class BudgetController:
     """Decides step by step, from measured times and calibrated chances.
 
     A step is `start` -> (draft ->) `plan`, or `num_rows` where the host must not see this step's
-    proposals -> verify -> `settle`, and `cost.observe` with the step's kind and time. `learn` takes
+    proposals -> verify -> `settle`, and `cost.observe` with the time of each part. `learn` takes
     chances when they have reached the host, a step or two late on a GPU; `plan` does so itself.
+
+    The draft width is chosen before the draft runs and bounds what can be verified: proposals that
+    nobody will verify are not worth their rows and their logits.
 
     Exploration. What is not verified is not observed: a chance believed too low would stay so.
     While decoding plainly, a look drafts and verifies at least two rows a request; while drafting,
-    it doubles the widths. `LookPurse` says when: looks that gain nothing take at most
+    it doubles both widths. `LookPurse` says when: looks that gain nothing take at most
     `Pacing.exploration` of the time (1 %), those that pay for themselves follow one another. After
     a turn the pauses grow by doubling, a handful of looks more: a turn made in error is soon
     undone.
 
     Args:
-        cost: measured step times; must know both kinds of step before `start`.
+        cost: measured times; must know both parts of a step before `start`.
         limits: bounds on the widths; `min_width` above 1 always drafts.
         pacing: hysteresis and exploration.
+        draft_widths: to choose from; None is the widest alone.
     """
 
-    def __init__(self, cost: CostModel, limits: Limits, pacing: Pacing | None = None) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        limits: Limits,
+        pacing: Pacing | None = None,
+        draft_widths: Sequence[int] | None = None,
+    ) -> None:
         self.cost, self.limits = cost, limits
-        self.gains = GainCurve(limits.block_size)
+        self.draft_widths = tuple(draft_widths or (limits.widest,))
+        self.gains = GainCurve(limits.block_size, self.draft_widths)
         self._pacing = pacing or Pacing()
         self._switch = DraftSwitch(self._pacing)
         self._purse = LookPurse(self._pacing)
@@ -99,44 +128,47 @@ class BudgetController:
         self._since_look = 0
         self._looks = 0  # since the draft was last turned on or off
         self._context_tokens: float | None = None
-        self._step = Step("draft", explores=False)
-        self._outlook = _Outlook(np.ones(1, dtype=np.int64), np.ones(1), np.ones(1))
+        self._step = Step(limits.widest, explores=False)
+        self._outlooks: dict[int, _Outlook] = {}  # by draft width
 
     def start(self, n: int, context_tokens: float | None = None) -> Step:
-        """Decide whether the next step, over n requests, runs the draft.
+        """Decide over how many rows of each block the draft runs in the next step, if at all.
 
         Args:
             n: requests, at least 1.
             context_tokens: of all requests together; None where it is not known.
         """
         self._context_tokens = context_tokens
-        self._outlook = self._look_ahead(n)
+        if self.limits.widest == 1:
+            return self._step
+        self._outlooks = self._look_ahead(n)
         before = self._switch.drafting
         drafting = self._plain_is_barred or self._switch.turn(self._advantage(n))
         if drafting != before:
             self._looks = 0
         explores = self._looks_now(n, drafting)
-        drafts = drafting or explores
-        self._step = Step("draft" if drafts else "plain", explores)
+        width = 1
+        if drafting or explores:
+            width = self._wider_draft if drafting and explores else self._best_width
+        self._step = Step(width, explores)
         return self._step
 
     def plan(self, chances: Array) -> Plan:
         """Return the widths of the step that `start` decided to draft, from its own proposals.
 
         Args:
-            chances: [n, B-1], calibrated.
+            chances: [n, w-1], calibrated, w the step's draft width.
         """
-        rate = self._outlook.best_rate
+        rate = self._best_outlook.best_rate
         self.learn(chances)
-        seconds = self._draft_seconds(len(chances))
-        plan = plan_widths(chances, seconds, self.limits, rate)
+        limits, seconds = self._limits_of(chances), self._draft_seconds(*chances.shape)
+        plan = plan_widths(chances, seconds, limits, rate)
         if not self._step.explores:
             return plan
-        if self._switch.drafting:
-            widths = widen(plan.widths, self.limits)
-        else:  # what pays once the draft has run, and something to see of each request
-            widths = np.maximum(plan.widths, min(2, self.limits.widest))
-        reached = np.arange(2, self.limits.block_size + 1) <= widths[:, None]
+        # From plain: what pays once the draft has run, and something to see of each request.
+        drafting = self._switch.drafting
+        widths = widen(plan.widths, limits) if drafting else np.maximum(plan.widths, 2)
+        reached = np.arange(2, chances.shape[1] + 2) <= widths[:, None]
         tokens = len(chances) + float((np.cumprod(chances, axis=1) * reached).sum())
         looked = Plan(widths, tokens, float(seconds(np.array([widths.sum()]))[0]))
         self._look = self._look_of(plan, looked)
@@ -144,11 +176,11 @@ class BudgetController:
 
     def num_rows(self) -> int:
         """Return M for the step that `start` decided to draft, without seeing its proposals."""
-        rows, best = self._outlook.rows, self._outlook.best
-        return int(rows[self._wider(best)] if self._step.explores else rows[best])
+        ahead = self._outlooks[self._step.draft_width]
+        return int(ahead.rows[ahead.wider(ahead.best) if self._step.explores else ahead.best])
 
     def learn(self, chances: Array) -> None:
-        """Take in [n, B-1] calibrated chances of a step, when they are on the host."""
+        """Take in the calibrated chances [n, w-1] of a step, when they are on the host."""
         self.gains.update(chances)
 
     def settle(self, num_accepted: NDArray[np.int64]) -> None:
@@ -173,12 +205,37 @@ class BudgetController:
     def _plain_is_barred(self) -> bool:
         return self.limits.min_width > 1
 
-    def _look_ahead(self, n: int) -> _Outlook:
+    @property
+    def _best_width(self) -> int:
+        return max(self._outlooks, key=lambda width: self._outlooks[width].best_rate)
+
+    @property
+    def _best_outlook(self) -> _Outlook:
+        return self._outlooks[self._best_width]
+
+    @property
+    def _wider_draft(self) -> int:
+        """The draft width of a look while drafting: the largest within twice the usual one."""
+        return max(width for width in self.draft_widths if width <= 2 * self._best_width)
+
+    def _limits_of(self, chances: Array) -> Limits:
+        """Return the bounds of a step that has the proposals [n, w-1]."""
+        return Limits(chances.shape[1] + 1, self.limits.min_width)
+
+    def _look_ahead(self, n: int) -> dict[int, _Outlook]:
         rows = np.arange(n * self.limits.min_width, n * self.limits.widest + 1)
-        return _Outlook(rows, self.gains.tokens(n, rows), self._draft_seconds(n)(rows))
+        target = self.cost.curve("target", n, rows, self._context_tokens)
+        widths = np.array(self.draft_widths)
+        draft = self.cost.curve("draft", n, n * widths, self._context_tokens)
+        outlooks = {}
+        for width, seconds in zip(self.draft_widths, draft.tolist(), strict=True):
+            count = n * (width - self.limits.min_width) + 1
+            tokens = self.gains.tokens(n, rows[:count], width)
+            outlooks[width] = _Outlook(rows[:count], tokens, target[:count] + seconds)
+        return outlooks
 
     def _advantage(self, n: int) -> float:
-        ahead = self._outlook
+        ahead = self._best_outlook
         return worth_drafting(ahead.tokens, ahead.seconds, self._plain_seconds(n), n)
 
     def _looks_now(self, n: int, drafting: bool) -> bool:
@@ -198,38 +255,38 @@ class BudgetController:
         self._looks += 1
         return True
 
-    def _look_of(self, usual: Plan, looked: Plan) -> _Look:
-        """Return what a look must be held against: the plan, or in plain decoding one row each."""
-        n, drafting = len(usual.widths), self._switch.drafting
-        if drafting:
-            pace, widths, seconds = (
-                1 / self._outlook.best_rate,
-                usual.widths,
-                usual.expected_seconds,
-            )
-        else:
-            seconds = self._plain_seconds(n)
-            pace, widths = seconds / n, np.ones_like(usual.widths)
-        extra = looked.expected_seconds - seconds - self._look_price(n, drafting)
-        return _Look(widths, pace, extra)
-
     def _look_price(self, n: int, drafting: bool) -> float:
         """Return the seconds that a look takes beyond a usual step, at least 0."""
-        ahead = self._outlook
-        look = ahead.seconds[self._wider(ahead.best if drafting else 0)]
+        ahead = self._best_outlook
+        if drafting:
+            wide = self._outlooks[self._wider_draft]
+            look = wide.seconds[wide.wider(ahead.best)]
+        else:
+            look = ahead.seconds[ahead.wider(0)]
         return max(float(look) - self._usual_seconds(n, drafting), 0.0)
 
     def _usual_seconds(self, n: int, drafting: bool) -> float:
-        ahead = self._outlook
+        ahead = self._best_outlook
         return float(ahead.seconds[ahead.best]) if drafting else self._plain_seconds(n)
 
-    def _wider(self, index: int) -> int:
-        """Return the outlook's index of twice the rows, within the limits."""
-        rows = self._outlook.rows
-        return min(2 * int(rows[index]), int(rows[-1])) - int(rows[0])
+    def _look_of(self, plan: Plan, looked: Plan) -> _Look:
+        """Return what a look must be held against: a usual step's share of its own plan."""
+        n, drafting = len(plan.widths), self._switch.drafting
+        if drafting:
+            width, pace = self._best_width, 1 / self._best_outlook.best_rate
+            usual = np.minimum(plan.widths, width)
+            seconds = float(self._draft_seconds(n, width - 1)(np.array([usual.sum()]))[0])
+        else:
+            usual, seconds = np.ones_like(plan.widths), self._plain_seconds(n)
+            pace = seconds / n
+        extra = looked.expected_seconds - seconds - self._look_price(n, drafting)
+        return _Look(usual, pace, extra)
 
-    def _draft_seconds(self, n: int) -> StepSeconds:
-        return lambda rows: self.cost.curve("draft", n, rows, self._context_tokens)
+    def _draft_seconds(self, n: int, num_proposals: int) -> StepSeconds:
+        """Return the seconds of steps with the draft, by number of verified rows."""
+        width = num_proposals + 1
+        draft = self.cost.seconds("draft", n, n * width, self._context_tokens)
+        return lambda rows: self.cost.curve("target", n, rows, self._context_tokens) + draft
 
     def _plain_seconds(self, n: int) -> float:
-        return self.cost.seconds("plain", n, n, self._context_tokens)
+        return self.cost.seconds("target", n, n, self._context_tokens)

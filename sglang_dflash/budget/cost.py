@@ -10,12 +10,14 @@ from numpy.typing import NDArray
 
 from sglang_dflash.budget.surface import TimeSurface, half_octaves
 
-__all__ = ["CostModel", "StepKind", "SweepPoint", "sweep_points"]
+__all__ = ["CostModel", "StepPart", "SweepPoint", "sweep_points"]
 
 Array = NDArray[np.float64]
 
-StepKind = Literal["plain", "draft"]
-"""`plain`: one row a request, no draft pass. `draft`: a draft pass, then any rows. Both inject."""
+StepPart = Literal["draft", "target"]
+"""`draft`: the draft pass over the first rows of each block, its head and the choice of widths.
+`target`: all else of a step, over any rows: verify, decision, injection, the scheduler. A plain
+step is a target part of one row a request."""
 
 _CONTEXT_KEEP = 0.98
 _CONTEXT_RIDGE = 2.0 * 256**2  # tokens^2: less variation than this says nothing
@@ -23,15 +25,15 @@ _LARGEST_CONTEXT_SHARE = 0.5  # of the time at the usual context
 
 
 class SweepPoint(NamedTuple):
-    """A step to measure at start-up: `num_requests` requests, `num_rows` verified rows in all."""
+    """What to measure at start-up: a part of a step, requests, and rows of all together."""
 
-    kind: StepKind
+    part: StepPart
     num_requests: int
     num_rows: int
 
 
 class CostModel:
-    """Seconds of a step as a function of kind, requests, verified rows and context tokens.
+    """Seconds of each part of a step as a function of requests, rows and context tokens.
 
     Nothing is assumed of the machine: a start-up sweep (`sweep_points`) seeds it and every step
     keeps it current. Estimates never fall as rows grow at a number of requests, nor as requests
@@ -48,26 +50,26 @@ class CostModel:
         self.block_size = block_size
         requests = half_octaves(max_requests)
         self._surfaces = {
-            "plain": TimeSurface(requests, np.ones(1), window),
-            "draft": TimeSurface(requests, half_octaves(block_size), window),
+            "draft": TimeSurface(requests, half_octaves(block_size)[1:], window),
+            "target": TimeSurface(requests, half_octaves(block_size), window),
         }
-        self._per_context = {kind: _ContextSlope() for kind in get_args(StepKind)}
+        self._per_context = {part: _ContextSlope() for part in get_args(StepPart)}
 
     def observe(
-        self, kind: StepKind, n: int, num_rows: int, context_tokens: float, seconds: float
+        self, part: StepPart, n: int, num_rows: int, context_tokens: float, seconds: float
     ) -> None:
-        """Take in a measured step.
+        """Take in a measured part of a step.
 
         Args:
-            kind: whether the draft ran.
+            part: which.
             n: requests.
-            num_rows: M, verified rows in all; n for a plain step.
+            num_rows: its rows of all requests together.
             context_tokens: tokens of all requests together before the step.
-            seconds: wall time of the step, above 0; other values are ignored.
+            seconds: wall time, above 0; other values are ignored.
         """
         if not 0 < seconds < np.inf:
             return
-        surface, slope = self._surfaces[kind], self._per_context[kind]
+        surface, slope = self._surfaces[part], self._per_context[part]
         width, scale = num_rows / n, self._beyond(n)
         usual = surface.context_at(n, np.array([width]))[0]
         deviation = context_tokens - usual if surface.has_samples else 0.0
@@ -78,22 +80,22 @@ class CostModel:
         slope.observe(deviation, residual + shift)
 
     def curve(
-        self, kind: StepKind, n: int, rows: NDArray[np.int64], context_tokens: float | None = None
+        self, part: StepPart, n: int, rows: NDArray[np.int64], context_tokens: float | None = None
     ) -> Array:
-        """Return the seconds of a step for each number of verified rows.
+        """Return the seconds of a part of a step for each number of rows.
 
         Args:
-            kind: whether the draft runs.
+            part: which.
             n: requests.
-            rows: [k] verified rows in all, n..n*B.
+            rows: [k] rows in all, n..n*B.
             context_tokens: tokens of all requests together; None is what was usual.
 
         Raises:
-            ValueError: no step of this kind was ever measured.
+            ValueError: this part was never measured.
         """
-        surface = self._surfaces[kind]
+        surface = self._surfaces[part]
         if not surface.has_samples:
-            raise ValueError(f"no {kind} step was measured yet: run the sweep, or one such step")
+            raise ValueError(f"no {part} pass was measured yet: run the sweep, or one such pass")
         widths = np.asarray(rows, dtype=np.float64) / n
         seconds = surface.seconds(n, widths) * self._beyond(n)
         if context_tokens is None:
@@ -101,27 +103,27 @@ class CostModel:
         # One deviation for all rows: a curve shifted as a whole stays monotone.
         deviation = context_tokens - surface.context_at(n, widths).mean()
         limit = _LARGEST_CONTEXT_SHARE * seconds.min()
-        shift = self._per_context[kind].seconds_per_token * deviation
+        shift = self._per_context[part].seconds_per_token * deviation
         return seconds + float(np.clip(shift, -limit, limit))
 
     def seconds(
-        self, kind: StepKind, n: int, num_rows: int, context_tokens: float | None = None
+        self, part: StepPart, n: int, num_rows: int, context_tokens: float | None = None
     ) -> float:
-        """Return the seconds of one step; see `curve`."""
-        return float(self.curve(kind, n, np.array([num_rows]), context_tokens)[0])
+        """Return the seconds for one number of rows; see `curve`."""
+        return float(self.curve(part, n, np.array([num_rows]), context_tokens)[0])
 
-    def samples(self, kind: StepKind, n: int, num_rows: int) -> float:
+    def samples(self, part: StepPart, n: int, num_rows: int) -> float:
         """Return how many remembered samples back the estimate at a point; 0 is extrapolation."""
-        return self._surfaces[kind].samples_at(n, num_rows / n)
+        return self._surfaces[part].samples_at(n, num_rows / n)
 
-    def knows(self, kind: StepKind) -> bool:
-        """Whether a step of this kind was ever measured."""
-        return self._surfaces[kind].has_samples
+    def knows(self, part: StepPart) -> bool:
+        """Whether this part was ever measured."""
+        return self._surfaces[part].has_samples
 
     def to_dict(self) -> dict[str, dict[str, object]]:
         """Return the nodes, their times in seconds and their samples, ready for JSON."""
         return {
-            kind: {
+            part: {
                 "requests": surface.requests.tolist(),
                 "widths": surface.widths.tolist(),
                 "seconds": [
@@ -130,26 +132,29 @@ class CostModel:
                     if surface.has_samples
                 ],
                 "samples": surface.evidence.tolist(),
-                "seconds_per_context_token": self._per_context[kind].seconds_per_token,
+                "seconds_per_context_token": self._per_context[part].seconds_per_token,
             }
-            for kind, surface in self._surfaces.items()
+            for part, surface in self._surfaces.items()
         }
 
     def _beyond(self, n: int) -> float:
-        return max(1.0, n / self._surfaces["plain"].requests[-1])
+        return max(1.0, n / self._surfaces["target"].requests[-1])
 
 
 def sweep_points(max_requests: int, block_size: int) -> list[SweepPoint]:
-    """Return the steps to measure at start-up, cheapest first.
+    """Return what to measure at start-up, cheapest first.
 
-    Requests in powers of two; plain, and with the draft at widths 1, 2, 3, 4, 6, ... and B. Give
-    `CostModel.observe` the median of a few runs of each: it takes the first at its word.
+    Requests in powers of two, 1, 2, 3, 4, 6, ... and B rows of each; a draft pass has two at least.
+    Give `CostModel.observe` the median of a few runs of each: it takes the first at its word.
     """
-    requests = _powers_of_two(max_requests)
     widths = half_octaves(block_size).astype(int).tolist()
-    points = [SweepPoint("plain", n, n) for n in requests]
-    points += [SweepPoint("draft", n, n * width) for n in requests for width in widths]
-    return sorted(points, key=lambda point: (point.num_rows, point.kind))
+    points = [
+        SweepPoint(part, n, n * width)
+        for part in get_args(StepPart)
+        for n in _powers_of_two(max_requests)
+        for width in widths[part == "draft" :]
+    ]
+    return sorted(points, key=lambda point: (point.num_rows, point.part))
 
 
 class _ContextSlope:

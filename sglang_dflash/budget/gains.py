@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,36 +19,67 @@ _PRIOR_WEIGHT = 4.0  # request-steps
 class GainCurve:
     """Expected tokens per request as a function of verified rows per request, best plan.
 
-    The host plans from it when it must not wait for the device, and decides from it whether to run
-    the draft at all. Per request, so that what is learnt at one load serves at another. It is the
-    mean over steps of the curve "sum of the M highest survivals": concave, 1 at one row.
+    The host plans from it when it must not wait for the device, and decides from it over how many
+    rows of each block the draft runs, if at all. Per request, so that what is learnt at one load
+    serves at another. For every draft width it is the mean over steps of the curve "sum of the M
+    highest survivals": concave, 1 at one row.
 
     Requests that share rows gain more than a request alone does, since rows go to the best of all;
-    after a change of load the curve is a little off until new steps have come in.
+    after a change of load the curve is a little off until new steps have come in. What a narrow
+    draft did not propose is taken to be accepted as such proposals were before.
 
     Args:
         block_size: B.
+        draft_widths: rows of a block that the draft may run over, each 2..B; None is B alone.
         chance: of every proposal, before anything was seen.
         window: effective number of request-steps that it remembers.
     """
 
-    def __init__(self, block_size: int, chance: float = 0.6, window: float = 64.0) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        draft_widths: Sequence[int] | None = None,
+        chance: float = 0.6,
+        window: float = 64.0,
+    ) -> None:
         self._points = np.linspace(1, block_size, _POINTS_PER_ROW * (block_size - 1) + 1)
-        start = np.concatenate([[0.0], np.cumsum(chance ** np.arange(1, block_size))])
-        self._tokens = 1 + np.interp(self._points, np.arange(1, block_size + 1), start)
+        self._usual = np.full(block_size - 1, chance)
         self._window = window
         self._weight = _PRIOR_WEIGHT
+        self._tokens = {
+            width: self._curve(np.cumprod(self._usual)[None], width)
+            for width in draft_widths or (block_size,)
+        }
 
     def update(self, chances: Array) -> None:
-        """Take in [n, B-1] calibrated chances of one step, of verified rows or not."""
-        n = len(chances)
-        survival = np.sort(np.cumprod(chances, axis=1), axis=None)[::-1]
-        tokens = np.concatenate([[0.0], survival.cumsum()]) / n
-        rows = 1 + np.arange(len(tokens)) / n
+        """Take in the calibrated chances of one step, of verified rows or not.
+
+        Args:
+            chances: [n, w-1], w the rows of each block that the draft ran over.
+        """
+        n, seen = chances.shape
         self._weight = min(self._weight + n, self._window)
         share = min(1.0, n / self._weight)
-        self._tokens += share * (1 + np.interp(self._points, rows, tokens) - self._tokens)
+        self._usual[:seen] += share * (chances.mean(axis=0) - self._usual[:seen])
+        unseen = np.broadcast_to(self._usual[seen:], (n, len(self._usual) - seen))
+        survival = np.cumprod(np.concatenate([chances, unseen], axis=1), axis=1)
+        for width, known in self._tokens.items():
+            self._tokens[width] = known + share * (self._curve(survival, width) - known)
 
-    def tokens(self, n: int, rows: NDArray[np.int64]) -> Array:
-        """Return the expected committed tokens of n requests for each of [k] numbers of rows."""
-        return n * np.interp(np.asarray(rows) / n, self._points, self._tokens)
+    def tokens(self, n: int, rows: NDArray[np.int64], draft_width: int | None = None) -> Array:
+        """Return the expected committed tokens of n requests for each of [k] numbers of rows.
+
+        Args:
+            n: requests.
+            rows: [k] verified rows in all, n..n*draft_width.
+            draft_width: rows of each block that the draft runs over; None is the widest.
+        """
+        curve = self._tokens[draft_width or max(self._tokens)]
+        return n * np.interp(np.asarray(rows) / n, self._points, curve)
+
+    def _curve(self, survival: Array, width: int) -> Array:
+        """Return the tokens per request of [n, B-1] survivals at `_points`, cut to a width."""
+        n = len(survival)
+        best = np.sort(survival[:, : width - 1], axis=None)[::-1]
+        tokens = np.concatenate([[0.0], best.cumsum()]) / n
+        return 1 + np.interp(self._points, 1 + np.arange(len(tokens)) / n, tokens)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflash.budget.calibration import Calibrator
-from sglang_dflash.budget.controller import BudgetController, Step
+from sglang_dflash.budget.controller import BudgetController
 from sglang_dflash.verify.rows import Rows
 
 __all__ = ["FixedWidth", "Judged", "Latest", "MeasuredWidths", "StepFacts", "WidthPolicy"]
@@ -40,16 +40,16 @@ class WidthPolicy:
 
     wants_confidence = False
 
-    def drafts(self, facts: StepFacts) -> bool:
-        """Return whether the draft runs."""
+    def draft_width(self, facts: StepFacts) -> int:
+        """Return over how many rows of each block the draft runs, anchor included; 1 skips it."""
         raise NotImplementedError
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return how many rows of each request are verified, 1..B.
 
         Args:
-            confidence: [n, B-1] float32, the draft's probability of each proposal; None for a step
-                without the draft, or where nobody asked.
+            confidence: [n, w-1] float32, the draft's probability of each proposal, w the step's
+                draft width; None for a step without the draft, or where nobody asked.
             sampled: [n] bool, False for greedy requests.
         """
         raise NotImplementedError
@@ -70,16 +70,16 @@ class FixedWidth(WidthPolicy):
         self._width = width
         self._num_requests = 0
 
-    def drafts(self, facts: StepFacts) -> bool:
-        """Return True."""
+    def draft_width(self, facts: StepFacts) -> int:
+        """Return the width; see `WidthPolicy`."""
         self._num_requests = facts.num_requests
-        return True
+        return self._width
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return the width for each request; see `WidthPolicy`.
 
         Args:
-            confidence: [n, B-1] or None, unused.
+            confidence: unused.
             sampled: [n] bool, unused.
         """
         return [self._width] * self._num_requests
@@ -88,9 +88,9 @@ class FixedWidth(WidthPolicy):
 class Judged(NamedTuple):
     """The proposals of a step with the draft."""
 
-    confidence: torch.Tensor  # [n, B-1]
+    confidence: torch.Tensor  # [n, w-1]
     sampled: torch.Tensor  # [n]
-    chances: torch.Tensor  # [n, B-1]
+    chances: torch.Tensor  # [n, w-1]
 
 
 class Latest(NamedTuple):
@@ -110,8 +110,10 @@ class Latest(NamedTuple):
 class MeasuredWidths(WidthPolicy):
     """The widths that pay by measured step times and calibrated chances.
 
-    A step's time is the time from its start to the next step's, so that it has everything that a
-    step costs, the scheduler's part included. It is dropped where something else came between.
+    The draft's part of a step is timed from the decision to run it to the choice of widths; the
+    rest is what lies between two steps' starts beyond that, so that it has everything that a step
+    costs, the scheduler's part included. It is dropped where something else came between. Both are
+    the host's time: for devices that the host waits for.
     """
 
     wants_confidence = True
@@ -120,25 +122,26 @@ class MeasuredWidths(WidthPolicy):
         self.controller, self.calibrator = controller, calibrator
         self._facts: StepFacts | None = None
         self._started = 0.0
-        self._step = Step("draft", explores=False)
+        self._draft_began, self._draft_seconds = 0.0, 0.0
         self._num_rows = 0
         self._judged: Judged | None = None
         self._expected_tokens = 0.0  # of the latest plan, all requests together
 
-    def drafts(self, facts: StepFacts) -> bool:
-        """Note the time of the step before, and return whether this one pays for a draft."""
+    def draft_width(self, facts: StepFacts) -> int:
+        """Note the time of the step before, and return the draft width that pays now."""
         now = time.perf_counter()
         self._observe(facts, now - self._started)
         self._facts, self._started = facts, now
-        self._step = self.controller.start(facts.num_requests, facts.context_tokens)
-        self._num_rows = facts.num_requests
-        return self._step.kind == "draft"
+        self._num_rows, self._draft_seconds = facts.num_requests, 0.0
+        step = self.controller.start(facts.num_requests, facts.context_tokens)
+        self._draft_began = time.perf_counter()
+        return step.draft_width
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return the widths of the best plan for these proposals; see `WidthPolicy`.
 
         Args:
-            confidence: [n, B-1] float32; None for a step without the draft.
+            confidence: [n, w-1] float32; None for a step without the draft.
             sampled: [n] bool.
         """
         self._judged = None
@@ -147,8 +150,9 @@ class MeasuredWidths(WidthPolicy):
         chances = self.calibrator.chances(confidence, sampled)
         self._judged = Judged(confidence, sampled, chances)
         plan = self.controller.plan(chances.double().cpu().numpy())
-        self._num_rows = int(plan.widths.sum())
+        self._num_rows = plan.num_rows
         self._expected_tokens = plan.expected_tokens
+        self._observe_draft(chances.numel() + len(chances))
         return plan.widths.tolist()
 
     def settle(self, rows: Rows, num_accepted: torch.Tensor) -> None:
@@ -168,10 +172,15 @@ class MeasuredWidths(WidthPolicy):
         """What the latest step was decided by."""
         return Latest(self.controller.explores, self._expected_tokens, self._judged)
 
+    def _observe_draft(self, num_rows: int) -> None:
+        self._draft_seconds = time.perf_counter() - self._draft_began
+        n, context = self._facts.num_requests, self._facts.context_tokens
+        self.controller.cost.observe("draft", n, num_rows, context, self._draft_seconds)
+
     def _observe(self, facts: StepFacts, seconds: float) -> None:
         before = self._facts
         if before is None or not facts.follows(before):
             return
-        self.controller.cost.observe(
-            self._step.kind, before.num_requests, self._num_rows, before.context_tokens, seconds
-        )
+        n, context = before.num_requests, before.context_tokens
+        rest = seconds - self._draft_seconds
+        self.controller.cost.observe("target", n, self._num_rows, context, rest)

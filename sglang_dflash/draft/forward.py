@@ -35,6 +35,7 @@ from sglang_dflash.draft.proposer import (
     propose_sampled,
 )
 from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.verify.rows import Rows
 
 __all__ = [
     "DraftForward",
@@ -120,19 +121,13 @@ class DraftForward:
         self._block_size = block_size
         self._model.borrow_embedding(block_embedding(target_model))
         self._head = vocabulary_head(target_model)
-        # The draft's block has no logits and captures nothing; its lengths say all.
-        empty = torch.empty(0, dtype=torch.int64, device=self._runner.device)
-        self._spec_info = DFlashVerifyInput(
-            draft_token=empty,
-            positions=empty,
-            draft_token_num=block_size,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-        )
+        self._spec_infos: dict[int, DFlashVerifyInput] = {}
 
     def propose(
         self,
         batch: ScheduleBatch,
         block: Block,
+        rows: Rows,
         plan: KVLocPlan,
         sampling: Sampling | None,
         *,
@@ -140,17 +135,46 @@ class DraftForward:
     ) -> Proposal:
         """Return proposals for the mask rows of `block`: the best tokens, or drawn where sampled.
 
-        Writes the block's own K/V into the draft pool; `inject` overwrites it with the context's.
+        Writes the rows' own K/V into the draft pool; `inject` overwrites it with the context's.
+
+        Args:
+            batch: the n requests.
+            block: where they stand.
+            rows: what the draft runs over: as many rows of each block, 2 at least.
+            plan: where the blocks' K/V goes.
+            sampling: how the requests are sampled; None where all are greedy.
+            with_confidence: whether the probabilities of the proposals are wanted too.
+
+        Returns:
+            Proposals for all B-1 mask rows, those beyond `rows` empty; their confidence, without
+            the empty ones.
         """
-        rows = VerifyRows(block.ids.flatten(), block.positions.flatten(), block.locs.flatten())
-        forward_batch = verify_batch(self._runner, batch, rows, self._spec_info, plan)
+        width = rows.widths_cpu[0]
+        taken = VerifyRows(*(rows.take(values) for values in block))
+        spec_info = self._spec_info(width)
+        forward_batch = verify_batch(self._runner, batch, taken, spec_info, plan, rows.columns)
         output = self._runner.forward(forward_batch).logits_output.hidden_states
-        hidden = output.view(*block.ids.shape, -1)
+        hidden = output.view(len(block.ids), width, -1)
         if sampling is None:
-            return propose_greedy(hidden, self._head, with_confidence=with_confidence)
-        return propose_sampled(
-            hidden, self._head, sampling, block.positions, with_confidence=with_confidence
-        )
+            proposal = propose_greedy(hidden, self._head, with_confidence=with_confidence)
+        else:
+            positions = block.positions[:, :width]
+            proposal = propose_sampled(
+                hidden, self._head, sampling, positions, with_confidence=with_confidence
+            )
+        return proposal.filled(self._block_size - 1)
+
+    def _spec_info(self, width: int) -> DFlashVerifyInput:
+        """Return what says that each request has `width` rows, without logits or features."""
+        if width not in self._spec_infos:
+            empty = torch.empty(0, dtype=torch.int64, device=self._runner.device)
+            self._spec_infos[width] = DFlashVerifyInput(
+                draft_token=empty,
+                positions=empty,
+                draft_token_num=width,
+                capture_hidden_mode=CaptureHiddenMode.NULL,
+            )
+        return self._spec_infos[width]
 
     def inject(
         self,

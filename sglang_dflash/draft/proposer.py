@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from sglang_dflash.noise import gumbel
 from sglang_dflash.verify.accept import DraftProbs
@@ -34,13 +35,31 @@ class Proposal(NamedTuple):
     Attributes:
         tokens: [n, B-1] int64.
         draft_probs: the law each was drawn from; None where all requests are greedy.
-        confidence: [n, B-1] float32, the draft's probability of each at temperature 1, or None
-            where nobody asked.
+        confidence: [n, w-1] float32, the draft's probability of each at temperature 1, w the rows
+            of a block that the draft ran over; None where nobody asked.
     """
 
     tokens: torch.Tensor
     draft_probs: DraftProbs | None = None
     confidence: torch.Tensor | None = None
+
+    def filled(self, num_proposals: int) -> Proposal:
+        """Return the proposals of a narrower block with empty ones, which nobody verifies, behind.
+
+        Args:
+            num_proposals: B-1, of a whole block.
+        """
+        n, made = self.tokens.shape
+        if made == num_proposals:
+            return self
+        empty = propose_nothing(n, num_proposals - made, self.tokens.device)
+        tokens = torch.cat([self.tokens, empty.tokens], dim=1)
+        if self.draft_probs is None:
+            return self._replace(tokens=tokens)
+        width = self.draft_probs.token_ids.shape[2]
+        parts = zip(self.draft_probs, empty.draft_probs, strict=True)
+        joined = [torch.cat([own, F.pad(none, (0, width - 1))], dim=1) for own, none in parts]
+        return self._replace(tokens=tokens, draft_probs=DraftProbs(*joined))
 
 
 class Sampling(NamedTuple):

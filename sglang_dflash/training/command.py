@@ -22,6 +22,8 @@ from sglang_dflash.training.settings_file import settings_from_yaml
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from sglang_dflash.training.model import BlockDraft
+
 __all__ = ["add_train_parser", "run_train"]
 
 log = logging.getLogger(__name__)
@@ -55,6 +57,7 @@ def add_train_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     add("--num-layers", type=int, metavar="N", help="draft.num_layers")
     add("--seed", type=int, metavar="N", help="data.seed and train.seed")
     add("--init-from-target-layers", action="store_true", default=None, help="start from these")
+    add("--init-from-draft", metavar="DRAFT", help="start from this draft, to fit it to a target")
     add("--data", type=Path, metavar="DIR", help="folder of the texts; default: OUT/training/data")
     add("--data-only", action="store_true", help="make the texts, and stop")
     add("--resume", action="store_true", help="go on from OUT's last state")
@@ -93,6 +96,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             "block_size": arguments.block_size,
             "num_layers": arguments.num_layers,
             "init_from_target_layers": arguments.init_from_target_layers,
+            "init_from_draft": arguments.init_from_draft,
         },
         "data": {
             "prompts": tuple(arguments.prompts) if arguments.prompts else None,
@@ -124,7 +128,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
     from sglang_dflash.training.checkpoint import state_path
     from sglang_dflash.training.data import build_corpus, corpus_is_complete
     from sglang_dflash.training.frozen import embedding_of, head_of
-    from sglang_dflash.training.initial import draft_config_json, new_draft
+    from sglang_dflash.training.initial import draft_config_json
     from sglang_dflash.training.loop import Trainer
     from sglang_dflash.training.ranks import process_rank
 
@@ -147,18 +151,26 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
             return
         if rank.is_first:
             _write_recipe(run / "settings.json", arguments, settings)
-        draft = new_draft(
-            config,
-            target,
-            seed=settings.train.seed,
-            from_target_layers=settings.draft.init_from_target_layers,
-        )
+        draft = _first_draft(config, target, settings)
         embedding, head = embedding_of(target), head_of(target)
         del target  # its layers are done; the draft needs their memory
         trainer = Trainer(draft, embedding, head, corpus, settings, config, rank)
         # A run that was stopped while it made its texts has no state yet.
         resume = arguments.resume and state_path(run).exists()
         trainer.run(run, arguments.out, resume=resume, quiet=quiet)
+
+
+def _first_draft(config: dict[str, Any], target: PreTrainedModel, settings: Settings) -> BlockDraft:
+    from sglang_dflash.training.initial import continued_draft, new_draft
+
+    if settings.draft.init_from_draft is not None:
+        return continued_draft(config, settings.draft.init_from_draft)
+    return new_draft(
+        config,
+        target,
+        seed=settings.train.seed,
+        from_target_layers=settings.draft.init_from_target_layers,
+    )
 
 
 def _target(name: str, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

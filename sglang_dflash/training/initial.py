@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from sglang_dflash.draft.checks import check_target
 from sglang_dflash.draft.config import DraftConfig, build_target_layer_ids
 from sglang_dflash.draft.rope import RopeSettings
+from sglang_dflash.hf.draft import load_draft
 from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.model import BlockDraft
 from sglang_dflash.training.settings import SettingsError
@@ -19,9 +21,14 @@ if TYPE_CHECKING:
 
     from sglang_dflash.training.settings import DraftSettings
 
-__all__ = ["draft_config_json", "new_draft", "pick_mask_token"]
+__all__ = ["continued_draft", "draft_config_json", "new_draft", "pick_mask_token"]
 
 _LEAST_STD = 0.02
+# What may change between a draft and one that goes on from it: no weight depends on it.
+_FREE_OF_THE_START = frozenset(
+    {"source", "architecture", "block_size", "dtype", "mask_token", "vocab_size"}
+    | {"max_position_embeddings", "num_target_layers"}
+)
 
 
 def draft_config_json(
@@ -122,6 +129,34 @@ def new_draft(
             weight.normal_(0, std * scale, generator=generator)
         if from_target_layers:
             _take_target_layers(draft, target)
+    return draft
+
+
+def continued_draft(config: dict[str, Any], folder: str) -> BlockDraft:
+    """Return a float32 draft that has the weights of an earlier one.
+
+    Args:
+        config: From `draft_config_json`; its block size may be another.
+        folder: Of the earlier draft.
+
+    Raises:
+        SettingsError: the earlier draft reads other features or has another shape.
+        UnsupportedCheckpoint: the folder holds no plain DFlash draft.
+    """
+    earlier = load_draft(folder, torch.float32)
+    draft = BlockDraft(DraftConfig.from_dict(config, source="the new draft"))
+    own, found = (dataclasses.asdict(each.config) for each in (draft, earlier))
+    differing = [
+        f"{name} ({found[name]!r}, now {own[name]!r})"
+        for name in own
+        if name not in _FREE_OF_THE_START and found[name] != own[name]
+    ]
+    if differing:
+        raise SettingsError(
+            f"draft.init_from_draft: {folder} has another {', '.join(differing)}: state its values "
+            "in the section draft of the config"
+        )
+    draft.load_state_dict(earlier.state_dict())
     return draft
 
 

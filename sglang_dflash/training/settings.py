@@ -30,6 +30,7 @@ class DraftSettings:
         sliding_window: Window of `sliding_layers` in tokens, or None for full attention.
         sliding_layers: Draft layers that have the window.
         init_from_target_layers: Start from evenly spread target layers, not from noise.
+        init_from_draft: Folder of a draft of this shape to go on from, block size apart.
     """
 
     num_layers: int = 5
@@ -41,8 +42,13 @@ class DraftSettings:
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
     init_from_target_layers: bool = False
+    init_from_draft: str | None = None
 
     def __post_init__(self) -> None:
+        both = self.init_from_target_layers and self.init_from_draft is not None
+        _require(
+            not both, "draft.init_from_draft", self.init_from_draft, "no other start beside it"
+        )
         _require(1 <= self.num_layers <= 64, "draft.num_layers", self.num_layers, "1 to 64")
         _require(2 <= self.block_size <= 64, "draft.block_size", self.block_size, "2 to 64")
         if self.sliding_layers or self.sliding_window is not None:

@@ -12,7 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.errors import UnsupportedCheckpoint
-from sglang_dflash.training.initial import draft_config_json, new_draft, pick_mask_token
+from sglang_dflash.hf.draft import load_draft
+from sglang_dflash.training.initial import (
+    continued_draft,
+    draft_config_json,
+    new_draft,
+    pick_mask_token,
+)
 from sglang_dflash.training.settings import DraftSettings, SettingsError
 
 
@@ -74,3 +80,20 @@ def test_a_mask_token_is_one_that_texts_never_have(tokenizer: Any) -> None:
     assert pick_mask_token(tokenizer, 320) == 319
     with pytest.raises(SettingsError, match=r"draft\.mask_token_id"):
         pick_mask_token(tokenizer, len(tokenizer))
+
+
+def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_pair: Pair) -> None:
+    earlier = load_draft(qwen3_pair.draft)
+    shape = {
+        "num_layers": earlier.config.num_layers,
+        "target_layer_ids": earlier.config.target_layer_ids,
+        "intermediate_size": earlier.config.intermediate_size,
+    }
+    config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
+    draft = continued_draft(config, str(qwen3_pair.draft))
+    for name, weight in earlier.state_dict().items():
+        assert torch.equal(draft.state_dict()[name], weight), name
+    shape["num_layers"] += 1
+    config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
+    with pytest.raises(SettingsError, match="another num_layers"):
+        continued_draft(config, str(qwen3_pair.draft))

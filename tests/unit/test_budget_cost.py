@@ -19,15 +19,18 @@ MAX_REQUESTS = 32
 Law = Callable[[str, int, float], float]
 
 
-def cpu_law(kind: str, n: int, rows: float) -> float:
+def cpu_law(part: str, n: int, rows: float) -> float:
     """Every row costs."""
-    return 8e-3 + 0.4e-3 * n + 0.6e-3 * rows + (2e-3 + 0.3e-3 * n if kind == "draft" else 0.0)
+    if part == "draft":
+        return 2e-3 + 0.3e-3 * n + 0.1e-3 * rows
+    return 8e-3 + 0.4e-3 * n + 0.6e-3 * rows
 
 
-def gpu_law(kind: str, n: int, rows: float) -> float:
+def gpu_law(part: str, n: int, rows: float) -> float:
     """Memory-bound, then compute-bound."""
-    draft = 0.6e-3 + 2e-6 * n * BLOCK if kind == "draft" else 0.0
-    return 1e-3 + max(3e-3, 20e-6 * rows) + draft
+    if part == "draft":
+        return 0.6e-3 + 2e-6 * rows
+    return 1e-3 + max(3e-3, 20e-6 * rows)
 
 
 def swept(law: Law) -> CostModel:
@@ -44,21 +47,21 @@ def all_rows(n: int) -> np.ndarray:
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8, 13, 24, 31, 32])
 def test_a_sweep_of_a_linear_machine_is_reproduced_everywhere(n: int) -> None:
     cost = swept(cpu_law)
-    expected = [cpu_law("draft", n, rows) for rows in all_rows(n)]
-    np.testing.assert_allclose(cost.curve("draft", n, all_rows(n)), expected, rtol=0.02)
-    assert cost.seconds("plain", n, n) == pytest.approx(cpu_law("plain", n, n), rel=0.02)
+    for part, rows in (("target", all_rows(n)), ("draft", all_rows(n)[n:])):
+        expected = [cpu_law(part, n, count) for count in rows]
+        np.testing.assert_allclose(cost.curve(part, n, rows), expected, rtol=0.02)
 
 
 def test_a_kinked_machine_is_followed_within_a_few_percent() -> None:
     cost = swept(gpu_law)
     for n in (1, 4, 16, 32):
-        expected = np.array([gpu_law("draft", n, rows) for rows in all_rows(n)])
-        assert np.abs(cost.curve("draft", n, all_rows(n)) / expected - 1).max() < 0.12
+        expected = np.array([gpu_law("target", n, rows) for rows in all_rows(n)])
+        assert np.abs(cost.curve("target", n, all_rows(n)) / expected - 1).max() < 0.12
 
 
 def test_more_requests_than_swept_are_extrapolated_upwards() -> None:
     cost = swept(cpu_law)
-    times = [cost.seconds("plain", n, n) for n in (32, 48, 64)]
+    times = [cost.seconds("target", n, n) for n in (32, 48, 64)]
     assert times[0] < times[1] < times[2]
 
 
@@ -68,11 +71,11 @@ def test_samples_in_flight_replace_the_sweep() -> None:
     for _ in range(300):
         n = int(rng.integers(20, 33))
         rows = int(rng.integers(n, n * BLOCK + 1))
-        seconds = 1.5 * cpu_law("draft", n, rows) * np.exp(rng.normal(0, 0.05))
-        cost.observe("draft", n, rows, 0.0, float(seconds))
+        seconds = 1.5 * cpu_law("target", n, rows) * np.exp(rng.normal(0, 0.05))
+        cost.observe("target", n, rows, 0.0, float(seconds))
     for rows in (40, 100, 200):
-        expected = 1.5 * cpu_law("draft", 28, rows)
-        assert cost.seconds("draft", 28, rows) == pytest.approx(expected, rel=0.06)
+        expected = 1.5 * cpu_law("target", 28, rows)
+        assert cost.seconds("target", 28, rows) == pytest.approx(expected, rel=0.06)
 
 
 def test_delayed_steps_hardly_move_it() -> None:
@@ -80,27 +83,28 @@ def test_delayed_steps_hardly_move_it() -> None:
     cost = swept(cpu_law)
     for _ in range(400):
         delay = 6.0 if rng.random() < 0.1 else 1.0
-        seconds = cpu_law("draft", 16, 64) * np.exp(rng.normal(0, 0.02)) * delay
-        cost.observe("draft", 16, 64, 0.0, float(seconds))
+        seconds = cpu_law("target", 16, 64) * np.exp(rng.normal(0, 0.02)) * delay
+        cost.observe("target", 16, 64, 0.0, float(seconds))
     # Their plain mean would be 1.5 times as long.
-    assert cost.seconds("draft", 16, 64) == pytest.approx(cpu_law("draft", 16, 64), rel=0.04)
+    assert cost.seconds("target", 16, 64) == pytest.approx(cpu_law("target", 16, 64), rel=0.04)
 
 
 def test_a_lasting_change_gets_through() -> None:
     cost = swept(cpu_law)
     for _ in range(100):
-        cost.observe("plain", 8, 8, 0.0, cpu_law("plain", 8, 8))
+        cost.observe("target", 8, 8, 0.0, cpu_law("target", 8, 8))
     for _ in range(150):
-        cost.observe("plain", 8, 8, 0.0, 3 * cpu_law("plain", 8, 8))
-    assert cost.seconds("plain", 8, 8) == pytest.approx(3 * cpu_law("plain", 8, 8), rel=0.05)
+        cost.observe("target", 8, 8, 0.0, 3 * cpu_law("target", 8, 8))
+    # Larger steps, measured once long ago, hold it back a little: time does not fall with rows.
+    assert cost.seconds("target", 8, 8) == pytest.approx(3 * cpu_law("target", 8, 8), rel=0.1)
 
 
 def test_a_delayed_first_sample_heals() -> None:
     cost = CostModel(MAX_REQUESTS, BLOCK)
-    cost.observe("plain", 4, 4, 0.0, 10 * cpu_law("plain", 4, 4))
+    cost.observe("target", 4, 4, 0.0, 10 * cpu_law("target", 4, 4))
     for _ in range(16):
-        cost.observe("plain", 4, 4, 0.0, cpu_law("plain", 4, 4))
-    assert cost.seconds("plain", 4, 4) == pytest.approx(cpu_law("plain", 4, 4), rel=0.1)
+        cost.observe("target", 4, 4, 0.0, cpu_law("target", 4, 4))
+    assert cost.seconds("target", 4, 4) == pytest.approx(cpu_law("target", 4, 4), rel=0.1)
 
 
 @settings(max_examples=25, deadline=None)
@@ -110,11 +114,11 @@ def test_time_never_falls_with_rows_or_requests(seed: int, count: int) -> None:
     cost = CostModel(MAX_REQUESTS, BLOCK)
     for _ in range(count):
         n = int(rng.integers(1, MAX_REQUESTS + 1))
-        cost.observe("draft", n, n * int(rng.integers(1, BLOCK + 1)), 0.0, float(rng.random()))
-    curves = [cost.curve("draft", n, np.arange(1, BLOCK + 1) * n) for n in range(1, 40)]
+        cost.observe("target", n, n * int(rng.integers(1, BLOCK + 1)), 0.0, float(rng.random()))
+    curves = [cost.curve("target", n, np.arange(1, BLOCK + 1) * n) for n in range(1, 40)]
     assert (np.diff(curves, axis=0) >= -1e-12).all()
     for n in (1, 7, 32):
-        assert (np.diff(cost.curve("draft", n, all_rows(n), 500.0)) >= -1e-12).all()
+        assert (np.diff(cost.curve("target", n, all_rows(n), 500.0)) >= -1e-12).all()
 
 
 def test_longer_contexts_cost_more_where_they_do() -> None:
@@ -123,47 +127,49 @@ def test_longer_contexts_cost_more_where_they_do() -> None:
     per_token = 2e-6
     for _ in range(600):
         tokens = float(rng.integers(0, 8000))
-        seconds = cpu_law("plain", 8, 8) + per_token * tokens
-        cost.observe("plain", 8, 8, tokens, seconds * float(np.exp(rng.normal(0, 0.02))))
+        seconds = cpu_law("target", 8, 8) + per_token * tokens
+        cost.observe("target", 8, 8, tokens, seconds * float(np.exp(rng.normal(0, 0.02))))
     for tokens in (1000.0, 7000.0):
-        expected = cpu_law("plain", 8, 8) + per_token * tokens
-        assert cost.seconds("plain", 8, 8, tokens) == pytest.approx(expected, rel=0.1)
+        expected = cpu_law("target", 8, 8) + per_token * tokens
+        assert cost.seconds("target", 8, 8, tokens) == pytest.approx(expected, rel=0.1)
 
 
 def test_says_how_many_samples_back_an_estimate() -> None:
     cost = CostModel(MAX_REQUESTS, BLOCK)
-    assert cost.samples("draft", 8, 16) == 0
+    assert cost.samples("target", 8, 16) == 0
     for _ in range(3):
-        cost.observe("draft", 8, 16, 0.0, 0.01)
-    assert cost.samples("draft", 8, 16) == 3
-    assert cost.samples("draft", 8, 64) == 0
-    assert not cost.knows("plain")
+        cost.observe("target", 8, 16, 0.0, 0.01)
+    assert cost.samples("target", 8, 16) == 3
+    assert cost.samples("target", 8, 64) == 0
+    assert not cost.knows("draft")
 
 
 def test_impossible_times_are_ignored() -> None:
     cost = CostModel(MAX_REQUESTS, BLOCK)
     for seconds in (0.0, -1.0, float("nan"), float("inf")):
-        cost.observe("plain", 1, 1, 0.0, seconds)
-    assert not cost.knows("plain")
-    with pytest.raises(ValueError, match="no plain step was measured"):
-        cost.seconds("plain", 1, 1)
+        cost.observe("target", 1, 1, 0.0, seconds)
+    assert not cost.knows("target")
+    with pytest.raises(ValueError, match="no target pass was measured"):
+        cost.seconds("target", 1, 1)
 
 
 def test_can_be_written_as_json() -> None:
     written = json.loads(json.dumps(swept(cpu_law).to_dict()))
-    draft = written["draft"]
-    assert draft["seconds"][0][0] == pytest.approx(cpu_law("draft", 1, 1), rel=0.02)
+    target, draft = written["target"], written["draft"]
+    assert target["seconds"][0][0] == pytest.approx(cpu_law("target", 1, 1), rel=0.02)
+    assert draft["seconds"][0][0] == pytest.approx(cpu_law("draft", 1, 2), rel=0.02)
     assert len(draft["seconds"]) == len(draft["requests"]) == len(draft["samples"])
-    assert CostModel(1, 2).to_dict()["plain"]["seconds"] == []
+    assert CostModel(1, 2).to_dict()["target"]["seconds"] == []
 
 
 @pytest.mark.parametrize(("max_requests", "block_size"), [(1, 2), (5, 3), (32, 8), (48, 16)])
 def test_the_sweep_reaches_the_corners(max_requests: int, block_size: int) -> None:
     points = sweep_points(max_requests, block_size)
     assert len(points) == len(set(points))
-    assert ("plain", max_requests, max_requests) in points
-    assert ("draft", 1, 1) in points
-    assert ("draft", max_requests, max_requests * block_size) in points
+    assert ("target", 1, 1) in points
+    assert ("draft", 1, 2) in points
+    for part in ("draft", "target"):
+        assert (part, max_requests, max_requests * block_size) in points
     assert all(n <= rows <= n * block_size for _, n, rows in points)
 
 
@@ -171,7 +177,7 @@ def test_one_request_and_the_smallest_block_work() -> None:
     cost = CostModel(1, 2)
     for point in sweep_points(1, 2):
         cost.observe(*point, 0.0, cpu_law(*point))
-    assert cost.seconds("draft", 1, 2) == pytest.approx(cpu_law("draft", 1, 2))
+    assert cost.seconds("target", 1, 2) == pytest.approx(cpu_law("target", 1, 2))
 
 
 def test_isotonic_rows_equal_pooling_by_hand() -> None:

@@ -15,14 +15,18 @@ BLOCK = 8
 
 
 def controller(
-    limits: Limits | None = None, *, draft: float = 3e-3, per_row: float = 1e-3
+    limits: Limits | None = None,
+    *,
+    draft: float = 3e-3,
+    per_row: float = 1e-3,
+    draft_widths: tuple[int, ...] | None = None,
 ) -> BudgetController:
-    """Return a controller of a linear machine: 10 ms, the draft, and each row."""
+    """Return a controller of a linear machine: 10 ms, the draft, and each verified row."""
     cost = CostModel(32, BLOCK)
     for point in sweep_points(32, BLOCK):
-        extra = draft if point.kind == "draft" else 0.0
-        cost.observe(*point, 0.0, 10e-3 + extra + per_row * point.num_rows)
-    return BudgetController(cost, limits or Limits(BLOCK))
+        seconds = draft if point.part == "draft" else 10e-3 + per_row * point.num_rows
+        cost.observe(*point, 0.0, seconds)
+    return BudgetController(cost, limits or Limits(BLOCK), draft_widths=draft_widths)
 
 
 def run(budget: BudgetController, n: int, chance: float, steps: int) -> list[tuple[str, int]]:
@@ -31,12 +35,13 @@ def run(budget: BudgetController, n: int, chance: float, steps: int) -> list[tup
     for _ in range(steps):
         step = budget.start(n)
         rows = n
-        if step.kind == "draft":
-            plan = budget.plan(np.full((n, BLOCK - 1), chance))
+        if step.drafts:
+            proposals = (n, step.draft_width - 1)
+            plan = budget.plan(np.full(proposals, chance))
             rows = plan.num_rows
-            kept = (rng.random((n, BLOCK - 1)) < chance).cumprod(axis=1).sum(axis=1)
+            kept = (rng.random(proposals) < chance).cumprod(axis=1).sum(axis=1)
             budget.settle(np.minimum(kept, plan.widths - 1))
-        taken.append((step.kind, rows))
+        taken.append(("draft" if step.drafts else "plain", rows))
     return taken
 
 
@@ -99,11 +104,12 @@ def test_looking_while_plain_costs_what_was_allowed() -> None:
     budget = controller()
     run(budget, 8, 0.02, 1000)
     taken = run(budget, 8, 0.02, 2000)
-    plain = budget.cost.seconds("plain", 8, 8)
+    plain = budget.cost.seconds("target", 8, 8)
+    draft = budget.cost.seconds("draft", 8, 8 * BLOCK)
     looks = [rows for kind, rows in taken if kind == "draft"]
     assert looks
     assert set(looks) == {16}  # two rows a request: the first position is observed
-    extra = sum(budget.cost.seconds("draft", 8, rows) - plain for rows in looks)
+    extra = sum(budget.cost.seconds("target", 8, rows) + draft - plain for rows in looks)
     assert extra <= 0.0105 * plain * len(taken)
 
 
@@ -115,7 +121,8 @@ def test_while_drafting_it_sometimes_looks_twice_as_deep() -> None:
     wide = [rows for _, rows in taken if rows > usual]
     assert {kind for kind, _ in taken} == {"draft"}
     assert set(wide) == {2 * usual}
-    seconds = [budget.cost.seconds("draft", 4, rows) for rows in (usual, 2 * usual)]
+    draft = budget.cost.seconds("draft", 4, 4 * BLOCK)
+    seconds = [draft + budget.cost.seconds("target", 4, rows) for rows in (usual, 2 * usual)]
     tokens = [4 * (0.65 ** np.arange(rows // 4)).sum() for rows in (usual, 2 * usual)]
     saved = (tokens[1] - tokens[0]) * seconds[0] / tokens[0]
     lost = seconds[1] - seconds[0] - saved

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_dflash.budget.calibration import Calibrator
-from sglang_dflash.budget.controller import BudgetController
+from sglang_dflash.budget.controller import BudgetController, draft_widths
 from sglang_dflash.budget.cost import CostModel, sweep_points
 from sglang_dflash.budget.planner import Limits
 from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, StepFacts
@@ -19,12 +19,12 @@ BLOCK_SIZE, REQUESTS = 4, 8
 def measured(row_seconds: float, **limits: int) -> MeasuredWidths:
     """A budget that was measured: 10 ms a step, 1 ms for a draft, and so much for each row."""
     cost = CostModel(REQUESTS, BLOCK_SIZE)
-    for kind, n, rows in sweep_points(REQUESTS, BLOCK_SIZE):
-        seconds = 0.01 + row_seconds * rows + 0.001 * (kind == "draft")
-        cost.observe(kind, n, rows, 64 * n, seconds)
-    return MeasuredWidths(
-        BudgetController(cost, Limits(BLOCK_SIZE, **limits)), Calibrator(BLOCK_SIZE)
-    )
+    for part, n, rows in sweep_points(REQUESTS, BLOCK_SIZE):
+        seconds = 0.001 if part == "draft" else 0.01 + row_seconds * rows
+        cost.observe(part, n, rows, 64 * n, seconds)
+    bounds = Limits(BLOCK_SIZE, **limits)
+    controller = BudgetController(cost, bounds, draft_widths=draft_widths(bounds))
+    return MeasuredWidths(controller, Calibrator(BLOCK_SIZE))
 
 
 def facts(iteration: int, n: int = REQUESTS, *, after_idle: bool = False) -> StepFacts:
@@ -39,8 +39,8 @@ def run(policy: MeasuredWidths, steps: int, acceptance: float) -> list[list[int]
     sampled = torch.zeros(REQUESTS, dtype=torch.bool)
     history = []
     for step in range(steps):
-        drafts = policy.drafts(facts(2 * step))  # a gap each time: these seconds mean nothing
-        widths = policy.widths(confidence if drafts else None, sampled)
+        width = policy.draft_width(facts(2 * step))  # a gap each time: these seconds mean nothing
+        widths = policy.widths(confidence[:, : width - 1] if width > 1 else None, sampled)
         rows = Rows.of(widths, BLOCK_SIZE, "cpu")
         kept = torch.rand(confidence.shape, generator=generator) < acceptance
         num_accepted = kept.long().cumprod(1).sum(1).minimum(rows.widths - 1)
@@ -51,7 +51,7 @@ def run(policy: MeasuredWidths, steps: int, acceptance: float) -> list[list[int]
 
 def test_a_fixed_width_is_for_all() -> None:
     policy = FixedWidth(3)
-    assert policy.drafts(facts(1, n=2))
+    assert policy.draft_width(facts(1, n=2)) == 3
     assert policy.widths(None, torch.zeros(2)) == [3, 3]
 
 
@@ -80,11 +80,32 @@ def test_only_a_step_that_the_next_follows_at_once_is_timed(
     now = [100.0]
     monkeypatch.setattr("sglang_dflash.budget.policy.time.perf_counter", lambda: now[0])
     policy = measured(row_seconds=0.001)
-    kind = "draft" if policy.drafts(facts(7)) else "plain"
-    confidence = torch.full((REQUESTS, BLOCK_SIZE - 1), 0.5) if kind == "draft" else None
+    cost = policy.controller.cost
+    width = policy.draft_width(facts(7))
+    assert width > 1
+    now[0] += 0.003
+    confidence = torch.full((REQUESTS, width - 1), 0.5)
+    drafts_before = cost.samples("draft", REQUESTS, REQUESTS * width)
     widths = policy.widths(confidence, torch.zeros(REQUESTS, dtype=torch.bool))
-    before = policy.controller.cost.samples(kind, REQUESTS, sum(widths))
+    assert cost.samples("draft", REQUESTS, REQUESTS * width) > drafts_before
+    before = cost.samples("target", REQUESTS, sum(widths))
     now[0] += 0.02
-    policy.drafts(facts(9 if gap == "a prefill" else 8, after_idle=gap == "idle"))
-    after = policy.controller.cost.samples(kind, REQUESTS, sum(widths))
+    policy.draft_width(facts(9 if gap == "a prefill" else 8, after_idle=gap == "idle"))
+    after = cost.samples("target", REQUESTS, sum(widths))
     assert (after > before) == (gap == "")
+
+
+def test_the_parts_of_a_step_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, seen = [100.0], []
+    monkeypatch.setattr("sglang_dflash.budget.policy.time.perf_counter", lambda: now[0])
+    policy = measured(row_seconds=0.001)
+    monkeypatch.setattr(policy.controller.cost, "observe", lambda *args: seen.append(args))
+    width = policy.draft_width(facts(7))
+    now[0] += 0.003
+    confidence = torch.full((REQUESTS, width - 1), 0.5)
+    widths = policy.widths(confidence, torch.zeros(REQUESTS, dtype=torch.bool))
+    now[0] += 0.017
+    policy.draft_width(facts(8))
+    assert [part for part, *_ in seen] == ["draft", "target"]
+    assert [rows for _, _, rows, *_ in seen] == [REQUESTS * width, sum(widths)]
+    assert [seconds for *_, seconds in seen] == pytest.approx([0.003, 0.017])

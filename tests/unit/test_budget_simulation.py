@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from sglang_dflash.budget.calibration import Calibrator
-from sglang_dflash.budget.controller import BudgetController
+from sglang_dflash.budget.controller import BudgetController, draft_widths
 from sglang_dflash.budget.cost import CostModel, sweep_points
 from sglang_dflash.budget.pacing import LookPurse, Pacing
 from sglang_dflash.budget.planner import Limits
@@ -33,6 +33,7 @@ class Engine:
 
     intercepts: tuple[float, ...] = GOOD
     per_row: float = 0.5e-3
+    per_draft_row: float = 0.02e-3
     delays: float = 0.03
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
@@ -49,30 +50,35 @@ class Engine:
         """Draw how many proposals of each request the target confirms, [n]."""
         return (self.rng.random(chances.shape) < chances).cumprod(axis=1).sum(axis=1)
 
-    def seconds(self, kind: str, n: int, rows: float) -> float:
-        """Return the true time of a step."""
-        draft = 3e-3 + 0.02e-3 * n * BLOCK if kind == "draft" else 0.0
-        return 10e-3 + 0.3e-3 * n + self.per_row * rows + draft
+    def seconds(self, part: str, n: int, rows: float) -> float:
+        """Return the true time of a part of a step."""
+        if part == "draft":
+            return 3e-3 + self.per_draft_row * rows
+        return 10e-3 + 0.3e-3 * n + self.per_row * rows
 
-    def timed(self, kind: str, n: int, rows: int) -> float:
+    def timed(self, part: str, n: int, rows: int) -> float:
         """Return a measured time."""
         delay = 5.0 if self.rng.random() < self.delays else 1.0
-        return self.seconds(kind, n, rows) * float(np.exp(self.rng.normal(0, 0.03))) * delay
+        return self.seconds(part, n, rows) * float(np.exp(self.rng.normal(0, 0.03))) * delay
 
     def plain_rate(self, n: int) -> float:
         """Return tokens per second without speculation."""
-        return n / self.seconds("plain", n, n)
+        return n / self.seconds("target", n, n)
 
     def fixed_rate(self, n: int, width: int) -> float:
         """Return tokens per second at one width for all, over many steps."""
         survival = self.chances(self.proposals(20000)).cumprod(axis=1).mean(axis=0)
-        return n * (1 + survival[: width - 1].sum()) / self.seconds("draft", n, n * width)
+        return n * (1 + survival[: width - 1].sum()) / self.drafted(n, n * width, BLOCK)
+
+    def drafted(self, n: int, rows: float, draft_width: int) -> float:
+        """Return the true time of a step with the draft."""
+        return self.seconds("draft", n, n * draft_width) + self.seconds("target", n, rows)
 
 
 class Record(NamedTuple):
     """One simulated step; tokens and seconds are the laws' own, free of noise."""
 
-    kind: str
+    draft_width: int
     num_rows: int
     tokens: float
     seconds: float
@@ -80,16 +86,20 @@ class Record(NamedTuple):
 
 
 class Server:
-    """An engine with a verify budget; `on_device` plans without this step's proposals."""
+    """An engine with a verify budget; `on_device` plans without this step's proposals.
 
-    def __init__(self, engine: Engine, *, on_device: bool = False) -> None:
+    `narrow` lets the budget choose the draft's width too.
+    """
+
+    def __init__(self, engine: Engine, *, on_device: bool = False, narrow: bool = False) -> None:
         self.engine, self.on_device = engine, on_device
         self.calibrator = Calibrator(BLOCK)
         cost = CostModel(MAX_REQUESTS, BLOCK)
         for point in sweep_points(MAX_REQUESTS, BLOCK):
             times = [engine.timed(*point) for _ in range(5)]
             cost.observe(*point, 0.0, float(np.median(times)))
-        self.budget = BudgetController(cost, Limits(BLOCK))
+        widths = draft_widths(Limits(BLOCK)) if narrow else None
+        self.budget = BudgetController(cost, Limits(BLOCK), draft_widths=widths)
 
     def step(self, n: int) -> Record:
         """Decode once with n requests."""
@@ -98,8 +108,14 @@ class Server:
         widths, tokens = np.ones(n, dtype=np.int64), float(n)
         probs = engine.proposals(n)
         true = engine.chances(probs)
-        if step.kind == "draft":
-            mine = torch.tensor(probs), torch.zeros(n, dtype=torch.bool)
+        seconds = 0.0
+        if step.drafts:
+            width = step.draft_width
+            seconds = engine.seconds("draft", n, n * width)
+            self.budget.cost.observe(
+                "draft", n, n * width, 0.0, engine.timed("draft", n, n * width)
+            )
+            mine = torch.tensor(probs[:, : width - 1]), torch.zeros(n, dtype=torch.bool)
             chances = self.calibrator.chances(*mine).double().numpy()
             if self.on_device:
                 widths = self.device_widths(chances)
@@ -112,9 +128,9 @@ class Server:
             self.calibrator.update(*mine, torch.tensor(widths), torch.tensor(num_accepted))
             self.budget.settle(num_accepted)
         rows = int(widths.sum())
-        self.budget.cost.observe(step.kind, n, rows, 0.0, engine.timed(step.kind, n, rows))
-        seconds = engine.seconds(step.kind, n, rows)
-        return Record(step.kind, rows, tokens, seconds, true.cumprod(axis=1).mean(axis=0))
+        self.budget.cost.observe("target", n, rows, 0.0, engine.timed("target", n, rows))
+        seconds += engine.seconds("target", n, rows)
+        return Record(step.draft_width, rows, tokens, seconds, true.cumprod(axis=1).mean(axis=0))
 
     def device_widths(self, chances: np.ndarray) -> np.ndarray:
         """Pick the rows as the device does, from a number that the host chose before."""
@@ -134,13 +150,13 @@ def best_fixed_rate(engine: Engine, n: int, records: list[Record]) -> float:
     """Return what the best one width for all, the draft always on, makes of the same proposals."""
     survival = np.mean([r.survival for r in records], axis=0)
     return max(
-        n * (1 + survival[: width - 1].sum()) / engine.seconds("draft", n, n * width)
+        n * (1 + survival[: width - 1].sum()) / engine.drafted(n, n * width, BLOCK)
         for width in range(2, BLOCK + 1)
     )
 
 
 def share_drafted(records: list[Record]) -> float:
-    return sum(r.kind == "draft" for r in records) / len(records)
+    return sum(r.draft_width > 1 for r in records) / len(records)
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -218,3 +234,24 @@ def test_without_exploration_it_would_never_be_found() -> None:
     server.engine.intercepts = GOOD
     server.run(8, 800)
     assert share_drafted(server.run(8, 50)) == 0
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+def test_a_narrow_draft_wins_where_its_rows_are_dear(n: int) -> None:
+    """A draft row costs as much as a verified one: what is not verified is not worth proposing."""
+    rates = []
+    for narrow in (False, True):
+        server = Server(Engine(per_draft_row=0.5e-3), narrow=narrow)
+        server.run(n, 200)
+        records = server.run(n, 400)
+        rates.append(rate(records))
+    assert rates[1] > (1.05 if n > 1 else 1.0) * rates[0]
+    assert rates[1] >= 0.97 * server.engine.plain_rate(n)
+
+
+def test_a_narrow_draft_widens_when_its_proposals_become_good() -> None:
+    server = Server(Engine(USELESS, per_draft_row=0.5e-3), narrow=True)
+    server.run(2, 400)
+    server.engine.intercepts = (2.0,) * (BLOCK - 1)
+    server.run(2, 800)
+    assert np.median([r.draft_width for r in server.run(2, 50)]) >= 4

@@ -10,17 +10,18 @@ import pytest
 import torch
 from test_budget_policy import BLOCK_SIZE, facts, measured
 
+from sglang_dflash.budget.policy import WidthPolicy
 from sglang_dflash.trace import TracedWidths, read_trace
 from sglang_dflash.verify.rows import Rows
 
 
-def step(policy: TracedWidths, iteration: int, n: int = 2) -> None:
-    """Serve a step whose first proposals are accepted."""
-    drafts = policy.drafts(facts(iteration, n))
-    confidence = torch.full((n, BLOCK_SIZE - 1), 0.75) if drafts else None
+def step(policy: WidthPolicy, iteration: int, n: int = 2, accepted: int = 1) -> None:
+    """Serve a step of which each request's first proposals are accepted."""
+    width = policy.draft_width(facts(iteration, n))
+    confidence = torch.full((n, width - 1), 0.75) if width > 1 else None
     widths = policy.widths(confidence, torch.zeros(n, dtype=torch.bool))
     rows = Rows.of(widths, BLOCK_SIZE, "cpu")
-    policy.settle(rows, (rows.widths - 1).clamp(max=1))
+    policy.settle(rows, (rows.widths - 1).clamp(max=accepted))
 
 
 def test_a_step_is_written_when_the_next_begins(tmp_path: Path) -> None:
@@ -43,9 +44,9 @@ def test_a_step_is_written_when_the_next_begins(tmp_path: Path) -> None:
 
 
 def test_a_plain_step_has_no_proposals(tmp_path: Path) -> None:
-    policy = TracedWidths(measured(row_seconds=1.0), str(tmp_path / "trace"), BLOCK_SIZE)
-    for iteration in range(0, 80, 2):  # gaps: no time is measured
-        step(policy, iteration)
+    policy = TracedWidths(measured(row_seconds=0.004), str(tmp_path / "trace"), BLOCK_SIZE)
+    for iteration in range(0, 200, 2):  # gaps: no time is measured
+        step(policy, iteration, accepted=0)
     plain = [s for s in read_trace(tmp_path / "trace").steps if s["draft_width"] == 1]
     assert plain
     assert all(s["confidence"] is None and s["widths"] == [1, 1] for s in plain)
@@ -57,7 +58,7 @@ def test_the_policy_decides_as_without(tmp_path: Path) -> None:
     traced = TracedWidths(measured(row_seconds=0.004), str(tmp_path / "trace"), BLOCK_SIZE)
     for iteration in range(0, 60, 2):
         for policy in (bare, traced):
-            step(policy, iteration)  # type: ignore[arg-type]
+            step(policy, iteration)
     torch.testing.assert_close(bare.calibrator.intercepts, traced.inner.calibrator.intercepts)
 
 

@@ -41,7 +41,7 @@ def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
 
 
 class _RandomWidths(policy.FixedWidth):
-    """Other widths for each request and step; in one step of five the draft does not run."""
+    """Other widths for each request and step, of draft and verify; one step of five is plain."""
 
     wants_confidence = True  # so that all ranks take the first one's
 
@@ -49,10 +49,10 @@ class _RandomWidths(policy.FixedWidth):
         super().__init__(width)
         self._random = random.Random(1)
 
-    def drafts(self, facts: policy.StepFacts) -> bool:
-        super().drafts(facts)
-        return self._random.random() < 0.8
+    def draft_width(self, facts: policy.StepFacts) -> int:
+        widest = super().draft_width(facts)
+        return self._random.randint(2, widest) if self._random.random() < 0.8 else 1
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
-        most = 1 if confidence is None else self._width
+        most = 1 if confidence is None else confidence.shape[1] + 1
         return [self._random.randint(1, most) for _ in range(self._num_requests)]
