@@ -33,7 +33,8 @@ class TracedWidths(WidthPolicy):
       calibrated one; null for a plain step; `sampled`: how many requests are;
     - `seconds` to the next step's start; null where a prefill or a pause came between.
 
-    A step is written when the next begins; the last one of a server never is.
+    A step is written when the next begins; the last one of a server never is. With overlap
+    scheduling a request takes part in one step more than it needs, as it does in any decoding.
 
     Args:
         inner: who decides.
