@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from tqdm import tqdm
 
 from bench.traced import Load, arguments, manifest, traced_engine
@@ -75,7 +76,8 @@ def summarise(data: dict[str, list[Any]], starts: list[int], names: list[str]) -
     for name, first, end in zip(names, starts, [*starts[1:], len(data["time"])], strict=True):
         own = {key: values[first:end] for key, values in data.items()}
         half = len(own["rows"]) // 2
-        final = float(np.mean(own["rows"][half:]))
+        full = np.array(own["requests"][half:]) == max(own["requests"])  # not the last stragglers
+        final = float(np.mean(np.array(own["rows"][half:])[full]))
         off = np.abs(rolling(own["rows"]) - final) > max(LEAST_TOLERANCE, TOLERANCE * final)
         followed = len(off) if off.all() else int(off.argmin())
         seconds = [s for s in own["seconds"][half:] if s is not None]
@@ -116,19 +118,30 @@ def plot(data: dict[str, list[Any]], starts: list[int], rows: list[dict[str, Any
     load.set(ylabel="requests", yscale="log", yticks=(1, 2, 8, 32), yticklabels=(1, 2, 8, 32))
     plan.plot(steps, data["rows"], ".", ms=3, color=COLOURS[0], label="verified rows")
     plan.plot(steps, data["draft_rows"], ".", ms=2, color=COLOURS[3], label="drafted rows")
-    plan.plot(steps, rolling(data["rows"]), color=COLOURS[1], label=f"verified, next {WINDOW}")
+    ahead = {key: _by_phase(data[key], starts) for key in ("rows", "expected_tokens", "tokens")}
+    plan.plot(steps, ahead["rows"], color=COLOURS[1], label=f"verified, next {WINDOW}")
     plan.set_ylabel("rows of a request")
-    tokens.plot(steps, rolling(data["expected_tokens"]), color=COLOURS[0], label="expected")
-    tokens.plot(steps, rolling(data["tokens"]), color=COLOURS[1], label="seen")
+    tokens.plot(steps, ahead["expected_tokens"], color=COLOURS[0], label="expected")
+    tokens.plot(steps, ahead["tokens"], color=COLOURS[1], label="seen")
     tokens.set_ylabel(f"tokens of a request,\nnext {WINDOW} steps")
     milliseconds = [np.nan if s is None else 1000 * s for s in data["seconds"]]
     time.plot(steps, milliseconds, ".", ms=3, color=COLOURS[2])
     time.set(ylabel="ms a step", xlabel="decode step", yscale="log")
+    for axis in (load.yaxis, time.yaxis):
+        axis.set_minor_formatter(NullFormatter())
+    time.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    time.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     for axes in (plan, tokens):
         axes.legend(loc="upper right", ncols=3, fontsize=8)
     _mark((load, plan, tokens, time), starts, rows)
     figure.suptitle("The plan after each change of load (requests at a time, prompts)")
     return figure
+
+
+def _by_phase(values: list[float], starts: list[int]) -> np.ndarray:
+    """Return the rolling mean within each phase."""
+    parts = zip(starts, [*starts[1:], len(values)], strict=True)
+    return np.concatenate([rolling(values[first:end]) for first, end in parts])
 
 
 def _mark(panels: tuple[Axes, ...], starts: list[int], rows: list[dict[str, Any]]) -> None:
