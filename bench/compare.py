@@ -7,6 +7,10 @@ Engines: plain (SGLang without speculation), dflash (this plugin), dflash-fixed 
 blocks whatever they cost), upstream (SGLang's own DFLASH worker; on a CPU with the shims of
 bench/upstream_on_cpu), vllm (--vllm-python: an interpreter that has it). Every ratio is taken
 within a round and over the first engine named.
+
+    python bench/compare.py --draft random --warmup-steps 200 --concurrency 1,2,4,8,16,32
+
+A draft of random weights, judged after 200 steps at each concurrency.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from random_draft import write_random_draft
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
@@ -32,6 +37,7 @@ from bench.prompts import encode
 from sglang_dflash.demo.model import bundled_draft, ensure_target
 
 HERE = Path(__file__).parent
+LEARNS = ("dflash",)  # from what was accepted
 ENGINES = ("plain", "dflash", "dflash-fixed", "upstream", "vllm")
 
 
@@ -108,9 +114,13 @@ def measure(children: list[Child], args: argparse.Namespace, target: Path) -> li
     prompts = [encode(tokenizer, json.loads(line)["prompt"], {}) for line in lines]
     records = []
     points = [(r, c) for r in range(args.rounds + 1) for c in args.concurrency]
+    if args.warmup_steps:  # one concurrency after the other, each with a warm-up of its own
+        points.sort(key=lambda point: args.concurrency.index(point[1]))
     for round_number, concurrency in tqdm(points, desc="rounds"):
         first = round_number * concurrency
         batch = [prompts[(first + i) % len(prompts)] for i in range(concurrency)]
+        if round_number == 0:
+            warm_up(children, batch, args)
         turn = round_number % len(children)
         for child in children[turn:] + children[:turn]:
             reply = child.ask(
@@ -126,6 +136,16 @@ def measure(children: list[Child], args: argparse.Namespace, target: Path) -> li
                     | reply
                 )
     return records
+
+
+def warm_up(children: list[Child], batch: list[str], args: argparse.Namespace) -> None:
+    """Let the engines that learn take their steps at this batch's concurrency."""
+    for child in children:
+        steps = 0.0
+        while child.name in LEARNS and steps < args.warmup_steps:
+            left = max(16, int(args.warmup_steps - steps))
+            reply = child.ask({"prompts": batch, "max_new_tokens": left, "temperature": 0.0})
+            steps += reply["steps"] / len(batch)
 
 
 def summarise(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
@@ -208,10 +228,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--target", type=Path, help="default: SmolLM2-135M-Instruct")
-    parser.add_argument("--draft", type=Path, help="default: the bundled one")
+    parser.add_argument("--draft", type=Path, help="default: the bundled one; random: its shapes")
+    parser.add_argument(
+        "--warmup-steps", type=int, default=0, help="of engines that learn, at each concurrency"
+    )
+    parser.add_argument("--quick", action="store_true", help="little, to see that it runs")
     parser.add_argument("--vllm-python", help="interpreter with vLLM")
     parser.add_argument("--json", type=Path, help="where to write all records")
     args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.max_new_tokens = 1, 16
+        args.concurrency, args.warmup_steps = args.concurrency[:2], min(args.warmup_steps, 20)
     unknown = set(args.engines) - set(ENGINES)
     if unknown:
         parser.error(f"--engines {', '.join(unknown)}: not one of {', '.join(ENGINES)}")
@@ -222,6 +249,9 @@ def main() -> None:
     """Run and print."""
     args = parse()
     target, draft = args.target or ensure_target(), args.draft or bundled_draft()
+    scratch = tempfile.TemporaryDirectory(prefix="bench-")  # gone at the end
+    if str(draft) == "random":
+        draft = write_random_draft(bundled_draft(), Path(scratch.name) / "random")
     children = [start(name, args, target, draft) for name in args.engines]
     records = measure(children, args, target)
     rows = summarise(records, args.engines)

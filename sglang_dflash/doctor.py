@@ -96,7 +96,7 @@ def _worker(environ: Mapping[str, str], problems: list[str]) -> str:
     from sglang_dflash.options import Options
 
     try:
-        return Options.from_env(environ).worker
+        return Options.read(environ).worker
     except ValueError as error:
         problems.append(str(error))
         return "unknown"

@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the environment asks of the plugin, read once."""
+"""What is asked of the plugin beside SGLang's own flags: a file and the environment, read once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, get_args
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
-__all__ = ["Options"]
+from sglang_dflash.budget.pacing import Pacing
+
+__all__ = ["CONFIG_FLAG", "Options"]
 
 WorkerChoice = Literal["plugin", "upstream"]
 BudgetChoice = Literal["measured", "fixed"]
+
+CONFIG_FLAG = "--speculative-adaptive-config"
 
 _MEANINGS = {
     "plugin": "serves DFLASH with sglang-dflash",
@@ -20,67 +26,178 @@ _MEANINGS = {
 }
 
 
+class _Number(NamedTuple):
+    """What a setting may be.
+
+    Attributes:
+        kind: int or float.
+        least: the smallest value.
+        most: the largest; None is no bound.
+        words: the same for people.
+    """
+
+    kind: type
+    least: float
+    most: float | None
+    words: str
+
+
+_WIDTH = _Number(
+    int, 1, None,
+    "a verify width: give a whole number of rows, the anchor included, from 1 to the block size",
+)  # fmt: skip
+_NUMBERS = {
+    "min_width": _WIDTH,
+    "max_width": _WIDTH,
+    "exploration": _Number(float, 1e-6, 1, "a share of the time: give a number from 1e-6 to 1"),
+    "margin": _Number(float, 0, 10, "a margin: give a number from 0 to 10, 0.02 for 2 %"),
+    "min_steps": _Number(int, 0, None, "a number of steps: give a whole number from 0"),
+    "shortest_pause": _Number(int, 1, None, "a number of steps: give a whole number from 1"),
+    "longest_pause": _Number(int, 1, None, "a number of steps: give a whole number from 1"),
+}
+_PACING = ("exploration", "margin", "min_steps", "shortest_pause", "longest_pause")
+_KEYS = ("budget", *_NUMBERS)
+
+
 @dataclass(frozen=True)
 class Options:
-    """The plugin's settings beside SGLang's own flags.
+    """The plugin's settings.
+
+    `budget`, the widths and the pacing may stand in the JSON file that
+    `--speculative-adaptive-config` names, and in the environment as `SGLANG_DFLASH_` and the key in
+    capitals. The environment wins.
 
     Attributes:
         worker: `SGLANG_DFLASH_WORKER`. Who serves DFLASH: this plugin's worker, or SGLang's own.
-        budget: `SGLANG_DFLASH_BUDGET`. What decides how many rows of a block are verified.
-        min_width: `SGLANG_DFLASH_MIN_WIDTH`. Rows of each request at least, the anchor included;
-            above 1 the draft always runs.
-        max_width: `SGLANG_DFLASH_MAX_WIDTH`. Rows of each request at most; None is the block.
+        budget: What decides how many rows of a block are verified.
+        min_width: Rows of each request at least, the anchor included; above 1 the draft always
+            runs.
+        max_width: Rows of each request at most; None is the block.
+        pacing: how the budget moves and explores; its fields are keys of their own.
+        trace: `SGLANG_DFLASH_TRACE`. Where every decode step is written; None is nowhere.
     """
 
     worker: WorkerChoice = "plugin"
     budget: BudgetChoice = "measured"
     min_width: int = 1
     max_width: int | None = None
+    pacing: Pacing = field(default_factory=Pacing)
+    trace: str | None = None
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str]) -> Options:
-        """Read the options from environment variables.
+    def read(cls, environ: Mapping[str, str], config: str | None = None) -> Options:
+        """Return what the environment asks, over what a file asks.
+
+        Args:
+            environ: variables.
+            config: the path given to `--speculative-adaptive-config`.
 
         Raises:
-            ValueError: a variable has a value that is not one of its choices, or no width.
+            ValueError: the file cannot be read, or has an unknown key; a value is impossible.
         """
-        max_width = environ.get("SGLANG_DFLASH_MAX_WIDTH")
+        found = {} if config is None else _from_file(config)
+        for key in _KEYS:
+            name = f"SGLANG_DFLASH_{key.upper()}"
+            if name in environ:
+                found[key] = _valid(key, _typed(key, environ[name]), f"{name}={environ[name]!r}")
+        pacing = Pacing(**{key: found.pop(key) for key in _PACING if key in found})
+        worker = environ.get("SGLANG_DFLASH_WORKER", "plugin")
         options = cls(
-            worker=_choice(environ, "SGLANG_DFLASH_WORKER", WorkerChoice),
-            budget=_choice(environ, "SGLANG_DFLASH_BUDGET", BudgetChoice),
-            min_width=_width("SGLANG_DFLASH_MIN_WIDTH", environ.get("SGLANG_DFLASH_MIN_WIDTH", 1)),
-            max_width=None if max_width is None else _width("SGLANG_DFLASH_MAX_WIDTH", max_width),
+            worker=_choice("worker", worker, f"SGLANG_DFLASH_WORKER={worker!r}"),
+            trace=environ.get("SGLANG_DFLASH_TRACE") or None,
+            pacing=pacing,
+            **found,
         )
-        if options.max_width is not None and options.max_width < options.min_width:
+        _check_order("min_width", options.min_width, "max_width", options.max_width)
+        _check_order("shortest_pause", pacing.shortest_pause, "longest_pause", pacing.longest_pause)
+        if options.trace and options.budget == "fixed":
             raise ValueError(
-                f"SGLANG_DFLASH_MAX_WIDTH={options.max_width} is below "
-                f"SGLANG_DFLASH_MIN_WIDTH={options.min_width}: raise the one or lower the other."
+                "SGLANG_DFLASH_TRACE writes what the budget decides, and the budget is fixed: "
+                "unset the one or the other"
             )
         return options
 
+    def check_start(self, block_size: int) -> None:
+        """Refuse what only shows with the block size or on this machine.
 
-def _choice(environ: Mapping[str, str], name: str, kind: Any) -> Any:
-    """Return a variable's value, the first of its choices where it is unset."""
-    choices = get_args(kind)
-    value = environ.get(name, choices[0]).strip().lower()
-    if value not in choices:
+        Raises:
+            ValueError: a bound is above the block, or the trace has no folder.
+        """
+        for key in ("min_width", "max_width"):
+            width = getattr(self, key)
+            if width is not None and width > block_size:
+                raise ValueError(
+                    f"{_both_names(key)} is {width}, and a block has {block_size} rows, the anchor "
+                    f"included: give at most {block_size}, or a larger "
+                    "--speculative-num-draft-tokens"
+                )
+        if self.trace is not None and not Path(self.trace).absolute().parent.is_dir():
+            raise ValueError(
+                f"SGLANG_DFLASH_TRACE={self.trace!r}: its folder does not exist. Make it, or name "
+                "a file elsewhere."
+            )
+
+
+def _from_file(path: str) -> dict[str, Any]:
+    """Return the valid settings of a JSON file."""
+    try:
+        stated = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{CONFIG_FLAG} {path}: not a readable JSON file ({error})") from error
+    if not isinstance(stated, dict):
+        raise ValueError(f"{CONFIG_FLAG} {path}: holds {type(stated).__name__}, not an object")
+    if unknown := sorted(set(stated) - set(_KEYS)):
+        raise ValueError(
+            f"{CONFIG_FLAG} {path}: DFLASH does not know {', '.join(map(repr, unknown))}; it knows "
+            f"{', '.join(_KEYS)}"
+        )
+    source = f"{CONFIG_FLAG} {path}: "
+    return {key: _valid(key, value, f"{source}{key}={value!r}") for key, value in stated.items()}
+
+
+def _typed(key: str, text: str) -> Any:
+    """Return a variable's text as what the key wants, or as it is where it is none."""
+    if key not in _NUMBERS:
+        return text
+    read: Callable[[str], Any] = _NUMBERS[key].kind
+    try:
+        return read(text)
+    except ValueError:
+        return text
+
+
+def _valid(key: str, value: Any, source: str) -> Any:
+    """Return a value that its key may have."""
+    if key not in _NUMBERS:
+        return _choice(key, value, source)
+    kind, least, most, words = _NUMBERS[key]
+    typed = isinstance(value, (int, kind)) and not isinstance(value, bool)
+    if not typed or not least <= value <= (float("inf") if most is None else most):
+        raise ValueError(f"{source} is not {words}, or leave it out")
+    return kind(value)
+
+
+def _choice(key: str, value: Any, source: str) -> Any:
+    """Return one of a key's choices."""
+    choices = get_args({"worker": WorkerChoice, "budget": BudgetChoice}[key])
+    chosen = value.strip().lower() if isinstance(value, str) else value
+    if chosen not in choices:
         first, second = (f"'{choice}'" for choice in choices)
         raise ValueError(
-            f"{name}={value!r} is not one of {', '.join(choices)}: {first} (the default) "
-            f"{_MEANINGS[choices[0]]}, {second} {_MEANINGS[choices[1]]}. Unset it or choose one."
+            f"{source} is not one of {', '.join(choices)}: {first} (the default) "
+            f"{_MEANINGS[choices[0]]}, {second} {_MEANINGS[choices[1]]}. Leave it out or choose "
+            "one."
         )
-    return value
+    return chosen
 
 
-def _width(name: str, value: str | int) -> int:
-    """Return a number of rows."""
-    try:
-        width = int(value)
-    except ValueError:
-        width = 0
-    if width < 1:
+def _check_order(low: str, least: int, high: str, most: int | None) -> None:
+    if most is not None and most < least:
         raise ValueError(
-            f"{name}={value!r} is not a verify width: give a whole number of rows, the anchor "
-            "included, from 1 to the block size, or unset it."
+            f"{_both_names(high)} is {most}, below {_both_names(low)}, {least}: raise the one or "
+            "lower the other"
         )
-    return width
+
+
+def _both_names(key: str) -> str:
+    return f"{key} (SGLANG_DFLASH_{key.upper()} or the file of {CONFIG_FLAG})"

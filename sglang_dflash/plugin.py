@@ -25,6 +25,9 @@ _CREATE_WORKER = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.create_w
 _ADMISSION = "sglang.srt.speculative.dflash_utils.validate_dflash_request"
 _SEEDED_DRAW = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 _PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator.apply"
+_META_INFO = (
+    "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
+)
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
@@ -72,6 +75,7 @@ def _register_hooks() -> None:
     HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
     HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
     HookRegistry.register(_ROW_WIDTH, _widen_rows, HookType.AROUND)
+    HookRegistry.register(_META_INFO, _tell_acceptance, HookType.AROUND)
     HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
     HookRegistry.register(_PENALTIES, _penalise_in_order, HookType.AROUND)
     for target, hook, kind in _cpu_hooks():
@@ -103,12 +107,22 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
             "--speculative-algorithm DFLASH needs --speculative-draft-model-path, and got none: "
             "give the folder or Hub id of a DFlash draft made for the target"
         )
-    target = _target(server_args)
-    if _choose_upstream(server_args, target) is None:
+    target, options = _target(server_args), _options(settings)
+    if _choose_upstream(server_args, options, target) is None:
         from sglang_dflash.routing import check_start
 
-        check_start(settings, target)
+        check_start(settings, options, target)
+        _take_over_adaptive(server_args, settings)
     previous(server_args)
+
+
+def _take_over_adaptive(server_args: Any, settings: Any) -> None:
+    """Keep SGLang from saying that DFLASH adapts to nothing: our budget does, without the flag."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    if settings.speculative_adaptive:
+        declare_resolution(server_args, "sglang_dflash", speculative_adaptive=False)
+        logger.info("--speculative-adaptive adds nothing: DFLASH's verify widths follow the load")
 
 
 def _create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
@@ -116,7 +130,10 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     _check_hooks()
-    reason = _choose_upstream(server_args, _target(server_args))
+    from sglang.srt.arg_groups.model_override_base import resolving_view
+
+    options = _options(resolving_view(server_args))
+    reason = _choose_upstream(server_args, options, _target(server_args))
     if reason is None:
         from sglang_dflash.worker import DFlashWorker
 
@@ -125,7 +142,7 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
     return original(algorithm, server_args)
 
 
-def _choose_upstream(server_args: Any, target: Any) -> str | None:
+def _choose_upstream(server_args: Any, options: Any, target: Any) -> str | None:
     """Return why SGLang's worker serves, or None; refuse where it could not.
 
     Raises:
@@ -135,11 +152,10 @@ def _choose_upstream(server_args: Any, target: Any) -> str | None:
     from sglang.srt.platforms import current_platform
 
     from sglang_dflash.errors import UnsupportedCheckpoint
-    from sglang_dflash.options import Options
     from sglang_dflash.routing import upstream_reason
 
     settings = resolving_view(server_args)
-    reason = upstream_reason(settings, Options.from_env(os.environ), target)
+    reason = upstream_reason(settings, options, target)
     if reason is None or not current_platform.is_out_of_tree():
         return reason
     if getattr(current_platform, "serves_upstream_worker", False):
@@ -148,6 +164,13 @@ def _choose_upstream(server_args: Any, target: Any) -> str | None:
         f"DFLASH on {current_platform.device_name}: {reason}. SGLang's own DFLASH worker may serve "
         "this, but needs CUDA; without it, serve without these or with a plain DFlash draft."
     )
+
+
+def _options(settings: Any) -> Any:
+    """Return what is asked of the plugin, as `sglang_dflash.options.Options`."""
+    from sglang_dflash.options import Options
+
+    return Options.read(os.environ, settings.speculative_adaptive_config)
 
 
 def _target(server_args: Any) -> Any:
@@ -203,6 +226,20 @@ def _penalise_in_order(original: Callable[..., None], *args: Any, **options: Any
     penalise_in_order(original, *args, **options)
 
 
+def _tell_acceptance(
+    original: Callable[..., None], manager: Any, meta_info: dict[str, Any], *args: Any
+) -> None:
+    """Add what verify made of each place in the block to a request's `meta_info`."""
+    from sglang.srt.runtime_context import get_spec
+
+    original(manager, meta_info, *args)
+    rows = meta_info.get("spec_cap_lens_histogram")
+    if rows and get_spec().speculative_algorithm == _ALGORITHM:
+        from sglang_dflash.acceptance import by_position
+
+        meta_info.update(by_position(rows, meta_info.get("spec_correct_drafts_histogram", [])))
+
+
 def _widen_rows(original: Callable[[], int]) -> int:
     """Give a row of the page table room for the whole speculative reserve.
 
@@ -238,7 +275,7 @@ def _check_hooks() -> None:
     from sglang_dflash.errors import PluginConflict, SeamMoved
     from sglang_dflash.seams import TESTED_SGLANG, check
 
-    targets = [_CREATE_WORKER, _ADMISSION, _ROW_WIDTH, _SEEDED_DRAW, _PENALTIES]
+    targets = [_CREATE_WORKER, _ADMISSION, _META_INFO, _ROW_WIDTH, _SEEDED_DRAW, _PENALTIES]
     targets += [hook[0] for hook in _cpu_hooks()]
     problems = check()
     problems += [

@@ -70,15 +70,17 @@ def _asks_for_quantised_draft(settings: Any) -> bool:
     return bool(named) and settings.speculative_draft_model_quantization != "unquant"
 
 
-def check_start(settings: Any, target: Target) -> None:
+def check_start(settings: Any, options: Options, target: Target) -> None:
     """Refuse what can be known to be wrong before anything is loaded.
 
     Args:
         settings: SGLang's resolved server arguments, read by name.
+        options: the plugin's own.
         target: what the draft must fit.
 
     Raises:
-        ValueError: an option that changes what is drawn and that DFLASH does not honour.
+        ValueError: an option that changes what is drawn and that DFLASH does not honour, or one of
+            the plugin's own that the block size forbids.
         UnsupportedCheckpoint: the path holds no draft that agrees with its own config and with the
             target, or the block size is impossible.
     """
@@ -86,6 +88,16 @@ def check_start(settings: Any, target: Target) -> None:
         raise ValueError(
             "--enable-watermark: DFLASH verifies without SGLang's watermark, so texts would lack "
             "it. Serve without the option, or without --speculative-algorithm."
+        )
+    if settings.speculative_adaptive and options.budget == "fixed":
+        raise ValueError(
+            "--speculative-adaptive asks for widths that follow the load, and the budget is fixed "
+            "(SGLANG_DFLASH_BUDGET or the file of --speculative-adaptive-config): leave one out"
+        )
+    if options.trace is not None and settings.dp_size > 1:
+        raise ValueError(
+            f"SGLANG_DFLASH_TRACE with --dp-size {settings.dp_size}: one file cannot hold the "
+            "steps of several schedulers. Unset it, or trace a server of one replica."
         )
     if settings.sampling_backend not in (None, *_SAMPLING_BACKENDS):
         raise ValueError(
@@ -103,6 +115,7 @@ def check_start(settings: Any, target: Target) -> None:
             "trained at with --speculative-num-draft-tokens (the anchor included)"
         )
     check_block_size(block_size, config)
+    options.check_start(block_size)
     if 2 * block_size >= target.context_length:
         raise UnsupportedCheckpoint(
             f"--speculative-num-draft-tokens {block_size}: each request reserves two blocks, which "

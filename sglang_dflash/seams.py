@@ -38,9 +38,14 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_SRT + "arg_groups.resolution_hooks.register_resolution_hook", ("name",)),
     Seam(_SRT + "arg_groups.speculative_hook.handle_speculative_decoding", ("server_args",)),
     Seam(_SRT + "arg_groups.model_override_base.resolving_view", ("server_args",)),
+    Seam(_SRT + "arg_groups.overrides.declare_resolution", ("server_args", "source")),
     Seam(_SRT + "configs.hybrid_arch.mambaish_config", ("model_config",)),
     Seam(_SPEC + "spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args")),
     Seam(_SPEC + "dflash_utils.validate_dflash_request", ("req", "enable_overlap")),
+    Seam(
+        _SRT + "managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics",
+        ("self", "meta_info", "recv_obj", "i"),
+    ),
     Seam(_POOL + "allocation_sizing.get_req_to_token_extra_context_len", ()),
     # sampling (corrections.py, verify/)
     Seam(

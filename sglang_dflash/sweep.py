@@ -25,6 +25,7 @@ from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.forward import DraftForward, VerifyRows, verify_batch
 from sglang_dflash.metrics import CountedWidths
 from sglang_dflash.options import Options
+from sglang_dflash.trace import TracedWidths
 from sglang_dflash.verify.forward import ragged_layout
 from sglang_dflash.verify.rows import Rows
 
@@ -63,15 +64,20 @@ def width_policy(
         logger.info(
             "DFLASH verifies whole blocks: unequal widths are tested on the CPU's attention alone"
         )
+        if options.trace is not None:
+            logger.warning("SGLANG_DFLASH_TRACE: nothing is written, for no width is chosen")
         return FixedWidth(block_size)
     limits = Limits(block_size, options.min_width, options.max_width)
     cost = measure_steps(runner, draft, block_size, max_requests, agree)
     parts = (
-        BudgetController(cost, limits, draft_widths=draft_widths(limits)),
+        BudgetController(cost, limits, options.pacing, draft_widths(limits)),
         Calibrator(block_size, device=runner.device),
     )
     counted = get_observability().enable_metrics and get_parallel().tp_rank == 0
-    return CountedWidths(*parts) if counted else MeasuredWidths(*parts)
+    policy = CountedWidths(*parts) if counted else MeasuredWidths(*parts)
+    if options.trace is not None and get_parallel().tp_rank == 0:
+        return TracedWidths(policy, options.trace, block_size)
+    return policy
 
 
 def measure_steps(

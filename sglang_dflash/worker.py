@@ -256,7 +256,7 @@ class DFlashWorker(BaseSpecWorker):
         )
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
         self._policy = width_policy(
-            Options.from_env(os.environ),
+            Options.read(os.environ, get_spec().speculative_adaptive_config),
             self._target_worker.model_runner,
             self._draft,
             self._first_ranks,

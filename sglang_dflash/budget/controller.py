@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from sglang_dflash.budget.cost import CostModel
 from sglang_dflash.budget.gains import GainCurve
-from sglang_dflash.budget.pacing import DraftSwitch, Pacing, steps_between
+from sglang_dflash.budget.pacing import DraftSwitch, LookPurse, Pacing
 from sglang_dflash.budget.planner import (
     Limits,
     Plan,
@@ -73,22 +73,36 @@ def draft_widths(limits: Limits) -> tuple[int, ...]:
     return tuple(width for width in nodes if width >= max(2, limits.min_width))
 
 
+class _Look(NamedTuple):
+    """What was risked on looking, beyond the price that was paid before.
+
+    Attributes:
+        usual_widths: [n], had the step not looked.
+        seconds_per_token: what a token is worth.
+        extra_seconds: of the step as it was planned, beyond a usual step and the price.
+    """
+
+    usual_widths: NDArray[np.int64]
+    seconds_per_token: float
+    extra_seconds: float
+
+
 class BudgetController:
     """Decides step by step, from measured times and calibrated chances.
 
     A step is `start` -> (draft ->) `plan`, or `num_rows` where the host must not see this step's
-    proposals -> verify -> `cost.observe` with the time of each part. `learn` takes chances when
-    they have reached the host, a step or two late on a GPU; `plan` does so itself.
+    proposals -> verify -> `settle`, and `cost.observe` with the time of each part. `learn` takes
+    chances when they have reached the host, a step or two late on a GPU; `plan` does so itself.
 
     The draft width is chosen before the draft runs and bounds what can be verified: proposals that
     nobody will verify are not worth their rows and their logits.
 
     Exploration. What is not verified is not observed: a chance believed too low would stay so.
-    While decoding plainly, one step in k drafts and verifies at least two rows a request; while
-    drafting, one step in k doubles both widths. k follows from measured costs so that either takes
-    at most `Pacing.exploration` of the time (1 %), even if it never gains a token. After a turn the
-    pauses grow to k by doubling, a handful of looks more: a turn made in error is soon undone.
-    While looks from plain decoding pay by their own proposals, the draft stays on.
+    While decoding plainly, a look drafts and verifies at least two rows a request; while drafting,
+    it doubles both widths. `LookPurse` says when: looks that gain nothing take at most
+    `Pacing.exploration` of the time (1 %), those that pay for themselves follow one another. After
+    a turn the pauses grow by doubling, a handful of looks more: a turn made in error is soon
+    undone.
 
     Args:
         cost: measured times; must know both parts of a step before `start`.
@@ -109,9 +123,10 @@ class BudgetController:
         self.gains = GainCurve(limits.block_size, self.draft_widths)
         self._pacing = pacing or Pacing()
         self._switch = DraftSwitch(self._pacing)
+        self._purse = LookPurse(self._pacing)
+        self._look: _Look | None = None
         self._since_look = 0
         self._looks = 0  # since the draft was last turned on or off
-        self._last_look_paid = False
         self._context_tokens: float | None = None
         self._step = Step(limits.widest, explores=False)
         self._outlooks: dict[int, _Outlook] = {}  # by draft width
@@ -127,17 +142,13 @@ class BudgetController:
         if self.limits.widest == 1:
             return self._step
         self._outlooks = self._look_ahead(n)
-        self._since_look += 1
         before = self._switch.drafting
         drafting = self._plain_is_barred or self._switch.turn(self._advantage(n))
         if drafting != before:
             self._looks = 0
-        explores = self._since_look >= self._pause(n, drafting)
-        if explores:
-            self._since_look = 0
-            self._looks += 1
+        explores = self._looks_now(n, drafting)
         width = 1
-        if drafting or explores or self._last_look_paid:
+        if drafting or explores:
             width = self._wider_draft if drafting and explores else self._best_width
         self._step = Step(width, explores)
         return self._step
@@ -159,7 +170,9 @@ class BudgetController:
         widths = widen(plan.widths, limits) if drafting else np.maximum(plan.widths, 2)
         reached = np.arange(2, chances.shape[1] + 2) <= widths[:, None]
         tokens = len(chances) + float((np.cumprod(chances, axis=1) * reached).sum())
-        return Plan(widths, tokens, float(seconds(np.array([widths.sum()]))[0]))
+        looked = Plan(widths, tokens, float(seconds(np.array([widths.sum()]))[0]))
+        self._look = self._look_of(plan, looked)
+        return looked
 
     def num_rows(self) -> int:
         """Return M for the step that `start` decided to draft, without seeing its proposals."""
@@ -169,13 +182,24 @@ class BudgetController:
     def learn(self, chances: Array) -> None:
         """Take in the calibrated chances [n, w-1] of a step, when they are on the host."""
         self.gains.update(chances)
-        if self._plain_is_barred or self._switch.drafting:
-            self._last_look_paid = False
+
+    def settle(self, num_accepted: NDArray[np.int64]) -> None:
+        """Take in what verify made of the step that `plan` chose the widths of.
+
+        Args:
+            num_accepted: [n], accepted proposals.
+        """
+        if self._look is None:
             return
-        n = len(chances)
-        plan = plan_widths(chances, self._draft_seconds(*chances.shape), self._limits_of(chances))
-        rate = plan.tokens_per_second * self._plain_seconds(n) / n
-        self._last_look_paid = rate > 1 + self._pacing.margin
+        look, self._look = self._look, None
+        gained = int(np.maximum(num_accepted - (look.usual_widths - 1), 0).sum())
+        saved = gained * look.seconds_per_token - look.extra_seconds
+        self._purse.earn(saved, self._look_price(len(num_accepted), self._switch.drafting))
+
+    @property
+    def explores(self) -> bool:
+        """Whether the latest step looks wider than pays by present belief."""
+        return self._step.explores
 
     @property
     def _plain_is_barred(self) -> bool:
@@ -214,18 +238,49 @@ class BudgetController:
         ahead = self._best_outlook
         return worth_drafting(ahead.tokens, ahead.seconds, self._plain_seconds(n), n)
 
-    def _pause(self, n: int, drafting: bool) -> int:
-        """Return how many steps lie between two looks."""
+    def _looks_now(self, n: int, drafting: bool) -> bool:
+        """Return whether this step looks, and pay for it."""
         if self.limits.min_width == self.limits.widest:  # nothing to choose
-            return self._since_look + 1
+            return False
+        self._since_look += 1
+        price = self._look_price(n, drafting)
+        self._purse.save(self._usual_seconds(n, drafting))
+        pause = min(self._pacing.shortest_pause << min(self._looks, 16), self._pacing.longest_pause)
+        least = self._pacing.shortest_pause if drafting else 1
+        affords = self._since_look >= least and self._purse.affords(price)
+        if self._since_look < pause and not affords:
+            return False
+        self._purse.spend(price)
+        self._since_look = 0
+        self._looks += 1
+        return True
+
+    def _look_price(self, n: int, drafting: bool) -> float:
+        """Return the seconds that a look takes beyond a usual step, at least 0."""
         ahead = self._best_outlook
         if drafting:
-            usual, wide = ahead.seconds[ahead.best], self._outlooks[self._wider_draft]
+            wide = self._outlooks[self._wider_draft]
             look = wide.seconds[wide.wider(ahead.best)]
         else:
-            usual, look = self._plain_seconds(n), ahead.seconds[ahead.wider(0)]
-        paced = steps_between(float(look - usual), float(usual), self._pacing)
-        return min(paced, self._pacing.shortest_pause << min(self._looks, 16))
+            look = ahead.seconds[ahead.wider(0)]
+        return max(float(look) - self._usual_seconds(n, drafting), 0.0)
+
+    def _usual_seconds(self, n: int, drafting: bool) -> float:
+        ahead = self._best_outlook
+        return float(ahead.seconds[ahead.best]) if drafting else self._plain_seconds(n)
+
+    def _look_of(self, plan: Plan, looked: Plan) -> _Look:
+        """Return what a look must be held against: a usual step's share of its own plan."""
+        n, drafting = len(plan.widths), self._switch.drafting
+        if drafting:
+            width, pace = self._best_width, 1 / self._best_outlook.best_rate
+            usual = np.minimum(plan.widths, width)
+            seconds = float(self._draft_seconds(n, width - 1)(np.array([usual.sum()]))[0])
+        else:
+            usual, seconds = np.ones_like(plan.widths), self._plain_seconds(n)
+            pace = seconds / n
+        extra = looked.expected_seconds - seconds - self._look_price(n, drafting)
+        return _Look(usual, pace, extra)
 
     def _draft_seconds(self, n: int, num_proposals: int) -> StepSeconds:
         """Return the seconds of steps with the draft, by number of verified rows."""

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-__all__ = ["DraftSwitch", "Pacing", "steps_between"]
+__all__ = ["DraftSwitch", "LookPurse", "Pacing"]
+
+_MOST_LOOKS = 4  # that may be saved up: so many are wasted when luck ends
 
 
 @dataclass(frozen=True)
@@ -16,8 +17,10 @@ class Pacing:
     Attributes:
         margin: how much faster the other way must be expected before the switch turns.
         min_steps: a way is kept at least this many steps.
-        exploration: share of the time that looking again may cost, 0..1.
-        shortest_pause: steps between two looks, at least.
+        exploration: share of the time that looking again may cost, what looks save not counted,
+            0..1.
+        shortest_pause: steps between two looks while drafting, at least, and between the first two
+            after a turn.
         longest_pause: steps between two looks, at most; beats `exploration`, so that no estimate is
             ever frozen.
     """
@@ -56,16 +59,35 @@ class DraftSwitch:
         return self.drafting
 
 
-def steps_between(extra_seconds: float, step_seconds: float, pacing: Pacing) -> int:
-    """Return how many steps one look must be apart from the next.
+class LookPurse:
+    """What may be spent on looking: a share of the time, and what looks earn.
 
-    A look that takes `extra_seconds` more than a usual step, once in k steps, costs at most
-    `extra / (k * step)` of the time; what it gains in tokens is not counted.
+    Every step pays in its share. A look pays the seconds that it takes beyond a usual step, and
+    gets back those that its tokens save. So looks that earn nothing take `exploration` of the time
+    at most, and looks that pay for themselves follow one another: a draft that became good is found
+    within a few steps of the first look that sees it.
 
     Args:
-        extra_seconds: of the look beyond a usual step.
-        step_seconds: of a usual step.
-        pacing: the share that may be spent, and the bounds.
+        pacing: the share.
     """
-    steps = math.ceil(max(extra_seconds, 0.0) / (pacing.exploration * step_seconds))
-    return min(max(steps, pacing.shortest_pause), pacing.longest_pause)
+
+    def __init__(self, pacing: Pacing) -> None:
+        self._share = pacing.exploration
+        self._seconds = 0.0
+
+    def save(self, step_seconds: float) -> None:
+        """Pay in the share of a usual step."""
+        self._seconds += self._share * step_seconds
+
+    def affords(self, price: float) -> bool:
+        """Return whether a look of so many extra seconds may be taken."""
+        return self._seconds >= price
+
+    def spend(self, price: float) -> None:
+        """Pay for a look; one that had to be taken leaves no debt."""
+        self._seconds = max(self._seconds - price, 0.0)
+
+    def earn(self, seconds: float, price: float) -> None:
+        """Pay in what a look of this price saved, up to a handful of looks; below 0 is a loss."""
+        most = max(self._seconds, _MOST_LOOKS * price)
+        self._seconds = max(min(self._seconds + seconds, most), 0.0)

@@ -12,7 +12,7 @@ from sglang_dflash.budget.calibration import Calibrator
 from sglang_dflash.budget.controller import BudgetController
 from sglang_dflash.verify.rows import Rows
 
-__all__ = ["FixedWidth", "MeasuredWidths", "StepFacts", "WidthPolicy"]
+__all__ = ["FixedWidth", "Judged", "Latest", "MeasuredWidths", "StepFacts", "WidthPolicy"]
 
 
 class StepFacts(NamedTuple):
@@ -29,6 +29,10 @@ class StepFacts(NamedTuple):
     context_tokens: int
     iteration: int
     after_idle: bool
+
+    def follows(self, before: StepFacts) -> bool:
+        """Return whether nothing came between another step and this one."""
+        return not self.after_idle and self.iteration == before.iteration + 1
 
 
 class WidthPolicy:
@@ -81,12 +85,26 @@ class FixedWidth(WidthPolicy):
         return [self._width] * self._num_requests
 
 
-class _Judged(NamedTuple):
+class Judged(NamedTuple):
     """The proposals of a step with the draft."""
 
     confidence: torch.Tensor  # [n, w-1]
     sampled: torch.Tensor  # [n]
     chances: torch.Tensor  # [n, w-1]
+
+
+class Latest(NamedTuple):
+    """What a step was decided by.
+
+    Attributes:
+        explores: it looks wider than pays by present belief.
+        expected_tokens: of its plan, all requests together; says nothing of a plain step.
+        judged: its proposals; None for a plain step.
+    """
+
+    explores: bool
+    expected_tokens: float
+    judged: Judged | None
 
 
 class MeasuredWidths(WidthPolicy):
@@ -106,7 +124,7 @@ class MeasuredWidths(WidthPolicy):
         self._started = 0.0
         self._draft_began, self._draft_seconds = 0.0, 0.0
         self._num_rows = 0
-        self._judged: _Judged | None = None
+        self._judged: Judged | None = None
         self._expected_tokens = 0.0  # of the latest plan, all requests together
 
     def draft_width(self, facts: StepFacts) -> int:
@@ -130,7 +148,7 @@ class MeasuredWidths(WidthPolicy):
         if confidence is None:
             return [1] * self._num_rows
         chances = self.calibrator.chances(confidence, sampled)
-        self._judged = _Judged(confidence, sampled, chances)
+        self._judged = Judged(confidence, sampled, chances)
         plan = self.controller.plan(chances.double().cpu().numpy())
         self._num_rows = plan.num_rows
         self._expected_tokens = plan.expected_tokens
@@ -147,6 +165,12 @@ class MeasuredWidths(WidthPolicy):
         if self._judged is not None:
             confidence, sampled, _ = self._judged
             self.calibrator.update(confidence, sampled, rows.widths, num_accepted)
+            self.controller.settle(num_accepted.cpu().numpy())
+
+    @property
+    def latest(self) -> Latest:
+        """What the latest step was decided by."""
+        return Latest(self.controller.explores, self._expected_tokens, self._judged)
 
     def _observe_draft(self, num_rows: int) -> None:
         self._draft_seconds = time.perf_counter() - self._draft_began
@@ -155,7 +179,7 @@ class MeasuredWidths(WidthPolicy):
 
     def _observe(self, facts: StepFacts, seconds: float) -> None:
         before = self._facts
-        if before is None or facts.after_idle or facts.iteration != before.iteration + 1:
+        if before is None or not facts.follows(before):
             return
         n, context = before.num_requests, before.context_tokens
         rest = seconds - self._draft_seconds

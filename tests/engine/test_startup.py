@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_dflash import seams
 from sglang_dflash.errors import PluginConflict, SeamMoved, UnsupportedCheckpoint
+from sglang_dflash.options import Options
 from sglang_dflash.routing import check_start
 from sglang_dflash.seams import Seam
 
@@ -165,6 +166,69 @@ def test_an_option_only_sglangs_worker_has_is_refused_by_name(llama_pair: Pair) 
         start(llama_pair, llama_pair.draft, "--speculative-draft-window-size", "64")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "not a readable JSON file"),
+        ("{", "not a readable JSON file"),
+        ("[]", "holds list, not an object"),
+        (
+            '{"1": {"candidate_steps": [1]}, "budget": "fixed"}',
+            "does not know '1'; it knows budget",
+        ),
+        ('{"margin": "wide"}', "margin='wide' is not a margin"),
+        ('{"max_width": 9}', "max_width .* is 9, and a block has 8 rows"),
+    ],
+)
+def test_a_wrong_budget_file_is_refused_by_name(
+    llama_pair: Pair, tmp_path: Path, content: str | None, words: str
+) -> None:
+    file = tmp_path / "budget.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ValueError, match=words) as refused:
+        start(llama_pair, llama_pair.draft, "--speculative-adaptive-config", str(file))
+    assert "--speculative-adaptive-config" in str(refused.value)
+
+
+@pytest.mark.parametrize("bound", ["MIN", "MAX"])
+def test_a_width_beyond_the_block_is_refused_before_anything_is_loaded(
+    llama_pair: Pair, monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
+    monkeypatch.setenv(f"SGLANG_DFLASH_{bound}_WIDTH", "5")
+    start(llama_pair, llama_pair.draft)
+    with pytest.raises(ValueError, match=rf"SGLANG_DFLASH_{bound}_WIDTH .* is 5, .* has 4 rows"):
+        start(llama_pair, llama_pair.draft, "--speculative-num-draft-tokens", "4")
+
+
+def test_a_trace_needs_a_folder_and_a_budget_that_moves(
+    llama_pair: Pair, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH_TRACE", str(tmp_path / "gone" / "trace"))
+    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_TRACE=.*its folder does not exist"):
+        start(llama_pair, llama_pair.draft)
+    monkeypatch.setenv("SGLANG_DFLASH_TRACE", str(tmp_path / "trace"))
+    with pytest.raises(ValueError, match="SGLANG_DFLASH_TRACE with --dp-size 2"):
+        start(llama_pair, llama_pair.draft, "--dp-size", "2")
+    monkeypatch.setenv("SGLANG_DFLASH_BUDGET", "fixed")
+    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_TRACE .* the budget is fixed"):
+        start(llama_pair, llama_pair.draft)
+
+
+def test_adaptive_is_taken_for_the_budget(
+    llama_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.arg_groups import speculative_hook
+
+    told: list[str] = []
+    monkeypatch.setattr(speculative_hook.logger, "warning", lambda text, *_: told.append(text))
+    start(llama_pair, llama_pair.draft, "--speculative-adaptive")
+    assert not [text for text in told if "adaptive" in text]  # "disabled", it says otherwise
+    monkeypatch.setenv("SGLANG_DFLASH_BUDGET", "fixed")
+    with pytest.raises(ValueError, match=r"--speculative-adaptive asks for .* budget is fixed"):
+        start(llama_pair, llama_pair.draft, "--speculative-adaptive")
+
+
 def test_a_watermark_is_refused(llama_pair: Pair) -> None:
     with pytest.raises(ValueError, match="--enable-watermark: DFLASH verifies without"):
         start(llama_pair, llama_pair.draft, "--enable-watermark")
@@ -172,9 +236,11 @@ def test_a_watermark_is_refused(llama_pair: Pair) -> None:
 
 def test_a_sampler_of_unknown_law_is_refused(llama_pair: Pair) -> None:
     # A CPU has no other sampler to choose, so what resolves the flags is asked itself.
-    settings = SimpleNamespace(enable_watermark=False, sampling_backend="ascend")
+    settings = SimpleNamespace(
+        enable_watermark=False, sampling_backend="ascend", speculative_adaptive=False
+    )
     with pytest.raises(ValueError, match="--sampling-backend ascend: DFLASH knows the law"):
-        check_start(settings, None)
+        check_start(settings, Options(), None)
 
 
 def test_an_attention_backend_that_needs_cuda_is_refused(llama_pair: Pair) -> None:

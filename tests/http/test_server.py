@@ -20,6 +20,7 @@ import openai
 import pytest
 from pairs import Pair
 
+from sglang_dflash.acceptance import by_position
 from sglang_dflash.cli import main
 
 pytestmark = pytest.mark.slow
@@ -218,6 +219,36 @@ def test_meta_info_tells_acceptance(server: Server) -> None:
     rows = sum(width * steps for width, steps in enumerate(widths))
     assert meta["spec_cap_length"] == pytest.approx(rows / meta["spec_verify_ct"])
     assert rows >= accepted + meta["spec_verify_ct"]
+
+
+def test_meta_info_tells_acceptance_by_position(server: Server) -> None:
+    """By position as by step: the lists add up to the request's own counts."""
+    params = {"temperature": 0, "max_new_tokens": 40, "ignore_eos": True}
+    texts = ["Once upon a time", "def fibonacci(n):\n"]
+    for reply in httpx.post(
+        f"{server.url}/generate", json={"text": texts, "sampling_params": params}, timeout=120
+    ).json():
+        meta = reply["meta_info"]
+        verified = meta["spec_verified_per_position"]
+        accepted = meta["spec_accepted_per_position"]
+        assert verified[0] == meta["spec_verify_ct"]  # no width is below 2 here
+        assert sum(verified) == round((meta["spec_cap_length"] - 1) * meta["spec_verify_ct"])
+        assert sum(accepted) == meta["spec_num_correct_drafts"] > 0
+        assert all(a <= v for a, v in zip(accepted, verified, strict=True))
+        assert accepted == sorted(accepted, reverse=True)
+        assert len(set(verified)) > 1  # widths varied
+
+
+def test_the_openai_api_tells_the_histograms_it_follows_from(server: Server) -> None:
+    reply = server.chat(
+        [{"role": "user", "content": QUESTION}], extra_body={"return_spec_tokens_details": True}
+    ).model_dump()
+    details = reply["sglext"]["spec_tokens_details"]
+    found = by_position(
+        details["spec_cap_lens_histogram"], details["spec_correct_drafts_histogram"]
+    )
+    assert found["spec_verified_per_position"][0] == details["spec_verify_ct"] > 0
+    assert sum(found["spec_accepted_per_position"]) == details["spec_num_correct_drafts"]
 
 
 def test_metrics_tell_acceptance(server: Server) -> None:

@@ -8,7 +8,6 @@ import dataclasses
 import pytest
 
 from sglang_dflash.admission import refusal
-from sglang_dflash.options import Options
 
 
 @dataclasses.dataclass
@@ -48,26 +47,3 @@ def test_all_that_is_not_served_is_named_at_once() -> None:
     message = refusal(request, deterministic=False)
     assert message is not None
     assert "return_hidden_states, return_sampling_mask" in message
-
-
-def test_options_are_read_from_the_environment() -> None:
-    assert Options.from_env({}).worker == "plugin"
-    assert Options.from_env({"SGLANG_DFLASH_WORKER": "Upstream"}).worker == "upstream"
-
-
-def test_an_unknown_worker_is_refused_with_the_choices() -> None:
-    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_WORKER='mine' .* plugin, upstream"):
-        Options.from_env({"SGLANG_DFLASH_WORKER": "mine"})
-
-
-def test_widths_are_read_and_checked() -> None:
-    assert Options.from_env({}) == Options("plugin", "measured", 1, None)
-    found = Options.from_env({"SGLANG_DFLASH_BUDGET": "fixed", "SGLANG_DFLASH_MAX_WIDTH": "4"})
-    assert (found.budget, found.min_width, found.max_width) == ("fixed", 1, 4)
-    with pytest.raises(ValueError, match=r"SGLANG_DFLASH_BUDGET='x' .* measured, fixed"):
-        Options.from_env({"SGLANG_DFLASH_BUDGET": "x"})
-    for value in ("0", "two"):
-        with pytest.raises(ValueError, match=f"SGLANG_DFLASH_MIN_WIDTH='{value}'"):
-            Options.from_env({"SGLANG_DFLASH_MIN_WIDTH": value})
-    with pytest.raises(ValueError, match="MAX_WIDTH=2 is below SGLANG_DFLASH_MIN_WIDTH=3"):
-        Options.from_env({"SGLANG_DFLASH_MIN_WIDTH": "3", "SGLANG_DFLASH_MAX_WIDTH": "2"})

@@ -8,7 +8,7 @@ import pytest
 
 from sglang_dflash.budget.controller import BudgetController
 from sglang_dflash.budget.cost import CostModel, sweep_points
-from sglang_dflash.budget.pacing import DraftSwitch, Pacing, steps_between
+from sglang_dflash.budget.pacing import DraftSwitch, LookPurse, Pacing
 from sglang_dflash.budget.planner import Limits
 
 BLOCK = 8
@@ -30,13 +30,17 @@ def controller(
 
 
 def run(budget: BudgetController, n: int, chance: float, steps: int) -> list[tuple[str, int]]:
-    """Return (kind, rows) of steps whose proposals all have one chance."""
-    taken = []
+    """Return (kind, rows) of steps whose proposals all have one chance, and luck by it."""
+    taken, rng = [], np.random.default_rng(0)
     for _ in range(steps):
         step = budget.start(n)
         rows = n
         if step.drafts:
-            rows = budget.plan(np.full((n, step.draft_width - 1), chance)).num_rows
+            proposals = (n, step.draft_width - 1)
+            plan = budget.plan(np.full(proposals, chance))
+            rows = plan.num_rows
+            kept = (rng.random(proposals) < chance).cumprod(axis=1).sum(axis=1)
+            budget.settle(np.minimum(kept, plan.widths - 1))
         taken.append(("draft" if step.drafts else "plain", rows))
     return taken
 
@@ -64,12 +68,36 @@ def test_the_switch_keeps_a_way_for_a_while(min_steps: int) -> None:
     assert set(np.diff(turns)) == {min_steps}
 
 
-def test_looks_are_as_far_apart_as_their_cost_asks() -> None:
+def looks_in(purse: LookPurse, steps: int, price: float, earns: float) -> int:
+    """Return how many looks of a price a purse pays for, at one second a step."""
+    looks = 0
+    for _ in range(steps):
+        purse.save(1.0)
+        if purse.affords(price):
+            purse.spend(price)
+            purse.earn(earns, price)
+            looks += 1
+    return looks
+
+
+def test_looks_that_earn_nothing_take_the_share_that_was_allowed() -> None:
     pacing = Pacing(exploration=0.01)
-    assert steps_between(1.0, 1.0, pacing) == 100
-    assert steps_between(0.5, 1.0, pacing) == 50
-    assert steps_between(0.0, 1.0, pacing) == pacing.shortest_pause
-    assert steps_between(1e6, 1.0, pacing) == pacing.longest_pause
+    assert looks_in(LookPurse(pacing), 1000, price=1.0, earns=0.0) in (9, 10)
+    assert looks_in(LookPurse(pacing), 1000, price=0.5, earns=0.0) in (19, 20)
+
+
+def test_looks_that_earn_half_their_price_come_twice_as_often() -> None:
+    assert looks_in(LookPurse(Pacing(exploration=0.01)), 1000, price=1.0, earns=0.5) in (18, 19, 20)
+
+
+def test_looks_that_pay_for_themselves_follow_one_another() -> None:
+    assert looks_in(LookPurse(Pacing(exploration=0.01)), 1000, price=1.0, earns=1.0) >= 900
+
+
+def test_when_luck_ends_a_handful_of_looks_is_wasted() -> None:
+    purse = LookPurse(Pacing(exploration=0.01))
+    looks_in(purse, 1000, price=1.0, earns=2.0)
+    assert looks_in(purse, 50, price=1.0, earns=0.0) <= 4
 
 
 def test_looking_while_plain_costs_what_was_allowed() -> None:
@@ -95,7 +123,11 @@ def test_while_drafting_it_sometimes_looks_twice_as_deep() -> None:
     assert set(wide) == {2 * usual}
     draft = budget.cost.seconds("draft", 4, 4 * BLOCK)
     seconds = [draft + budget.cost.seconds("target", 4, rows) for rows in (usual, 2 * usual)]
-    assert len(wide) * (seconds[1] - seconds[0]) <= 0.0105 * seconds[0] * len(taken)
+    tokens = [4 * (0.65 ** np.arange(rows // 4)).sum() for rows in (usual, 2 * usual)]
+    saved = (tokens[1] - tokens[0]) * seconds[0] / tokens[0]
+    lost = seconds[1] - seconds[0] - saved
+    assert lost > 0
+    assert len(wide) * lost <= 0.0105 * seconds[0] * len(taken)
 
 
 def test_a_draft_that_becomes_good_is_found_again() -> None:

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine with a trace, asked in closed loops of real prompts; for scripts that look at steps."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.machine import describe_machine, git_state, shareable, versions
+from bench.serve_sglang import chat_ids
+from sglang_dflash.demo.model import bundled_draft, ensure_target
+from sglang_dflash.trace import Trace, read_trace
+
+__all__ = ["KINDS", "Load", "TracedEngine", "arguments", "manifest", "traced_engine"]
+
+PROMPTS = Path(__file__).parent / "data/prompts.jsonl"
+KINDS = ("code", "maths", "chat")
+
+
+class Load(NamedTuple):
+    """Requests that are asked in a closed loop.
+
+    Attributes:
+        concurrency: requests under way at a time.
+        kinds: of prompts, in turn.
+        requests: how many each of them is followed by, itself included.
+    """
+
+    concurrency: int
+    kinds: tuple[str, ...] = KINDS
+    requests: int = 1
+
+
+class TracedEngine:
+    """An engine under way, and the file that it writes its steps to."""
+
+    def __init__(self, engine: Any, file: Path, max_new_tokens: int) -> None:
+        self._engine, self._file, self._max_new_tokens = engine, file, max_new_tokens
+        lines = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
+        tokenizer = engine.tokenizer_manager.tokenizer
+        self._prompts = {
+            kind: itertools.cycle(
+                [chat_ids(tokenizer, line["prompt"]) for line in lines if line["kind"] == kind]
+            )
+            for kind in KINDS
+        }
+
+    def serve(self, load: Load) -> float:
+        """Serve a load to its end; return when it began, Unix seconds."""
+        prompts = itertools.chain.from_iterable(
+            zip(*(self._prompts[kind] for kind in load.kinds), strict=False)
+        )
+        params = {"temperature": 0, "max_new_tokens": self._max_new_tokens, "ignore_eos": True}
+
+        async def ask_in_turn() -> None:
+            for _ in range(load.requests):
+                await self._engine.async_generate(input_ids=next(prompts), sampling_params=params)
+
+        async def ask_all() -> None:
+            await asyncio.gather(*(ask_in_turn() for _ in range(load.concurrency)))
+
+        began = time.time()
+        self._engine.loop.run_until_complete(ask_all())
+        return began
+
+    def trace(self) -> Trace:
+        """Return the steps so far, the latest one left out."""
+        return read_trace(self._file)
+
+
+@contextmanager
+def traced_engine(args: argparse.Namespace) -> Iterator[TracedEngine]:
+    """Start an engine with DFLASH and a trace, and stop it in the end."""
+    import sglang
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.jsonl"
+        os.environ["SGLANG_DFLASH_TRACE"] = str(file)
+        engine = sglang.Engine(
+            model_path=str(args.target or ensure_target()),
+            speculative_algorithm="DFLASH",
+            speculative_draft_model_path=str(args.draft or bundled_draft()),
+            speculative_num_draft_tokens=args.block_size,
+            dtype=args.dtype,
+            context_length=2048,
+            max_total_tokens=65536,
+            log_level="error",
+            random_seed=0,
+        )
+        try:
+            yield TracedEngine(engine, file, args.max_new_tokens)
+        finally:
+            engine.shutdown()
+
+
+def arguments(description: str, name: str) -> argparse.ArgumentParser:
+    """Return a parser of what every traced script takes.
+
+    Args:
+        description: the script's docstring.
+        name: of the results, without suffix.
+    """
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a minute, to see that it runs")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--block-size", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--target", type=Path, help="default: SmolLM2-135M-Instruct")
+    parser.add_argument("--draft", type=Path, help="default: the bundled one")
+    out = Path("bench/results") / name
+    parser.add_argument("--out", type=Path, default=out, help=f"for .json and .png; default {out}")
+    return parser
+
+
+def manifest() -> dict[str, Any]:
+    """Return what the numbers were taken on."""
+    command = shareable(
+        " ".join(["python", "-m", f"bench.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    )
+    return {
+        "machine": describe_machine(), "versions": versions(), "git": git_state(),
+        "command": command, "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }  # fmt: skip
