@@ -26,6 +26,8 @@ __all__ = ["BudgetController", "Step", "draft_widths"]
 
 Array = NDArray[np.float64]
 
+_PLAIN_PAUSE = 32  # steps between two that time plain decoding while drafting, at least
+
 
 class Step(NamedTuple):
     """What is decided before the draft runs.
@@ -102,7 +104,8 @@ class BudgetController:
     it doubles both widths. `LookPurse` says when: looks that gain nothing take at most
     `Pacing.exploration` of the time (1 %), those that pay for themselves follow one another. After
     a turn the pauses grow by doubling, a handful of looks more: a turn made in error is soon
-    undone.
+    undone. What is not decoded plainly is not timed plainly: while drafting, plain steps come in
+    between, for as much of the time, so that a price believed too high heals too.
 
     Args:
         cost: measured times; must know both parts of a step before `start`.
@@ -124,6 +127,8 @@ class BudgetController:
         self._pacing = pacing or Pacing()
         self._switch = DraftSwitch(self._pacing)
         self._purse = LookPurse(self._pacing)
+        self._plain_purse = LookPurse(self._pacing)
+        self._since_plain, self._plain_checks = 0, 0
         self._look: _Look | None = None
         self._since_look = 0
         self._looks = 0  # since the draft was last turned on or off
@@ -145,11 +150,17 @@ class BudgetController:
         before = self._switch.drafting
         drafting = self._plain_is_barred or self._switch.turn(self._advantage(n))
         if drafting != before:
-            self._looks = 0
+            self._looks = self._plain_checks = 0
+        self._since_plain += 1
+        if drafting and self._checks_plain_now(n):
+            self._step = Step(1, explores=True)
+            return self._step
         explores = self._looks_now(n, drafting)
         width = 1
         if drafting or explores:
             width = self._wider_draft if drafting and explores else self._best_width
+        if width == 1:
+            self._since_plain = 0
         self._step = Step(width, explores)
         return self._step
 
@@ -253,6 +264,21 @@ class BudgetController:
         self._purse.spend(price)
         self._since_look = 0
         self._looks += 1
+        return True
+
+    def _checks_plain_now(self, n: int) -> bool:
+        """Return whether this step measures plain decoding, whose price drafting rests on."""
+        if self._plain_is_barred:
+            return False
+        usual = self._usual_seconds(n, drafting=True)
+        self._plain_purse.save(usual)
+        price = max(self._plain_seconds(n) - n / self._best_outlook.best_rate, 0.0)
+        pause = min(self._pacing.shortest_pause << min(self._plain_checks, 16), _PLAIN_PAUSE)
+        if self._since_plain < pause or not self._plain_purse.affords(price):
+            return False
+        self._plain_purse.spend(price)
+        self._since_plain = 0
+        self._plain_checks += 1
         return True
 
     def _look_price(self, n: int, drafting: bool) -> float:

@@ -119,7 +119,6 @@ def test_while_drafting_it_sometimes_looks_twice_as_deep() -> None:
     taken = run(budget, 4, 0.65, 1000)
     usual = int(np.median([rows for _, rows in taken]))
     wide = [rows for _, rows in taken if rows > usual]
-    assert {kind for kind, _ in taken} == {"draft"}
     assert set(wide) == {2 * usual}
     draft = budget.cost.seconds("draft", 4, 4 * BLOCK)
     seconds = [draft + budget.cost.seconds("target", 4, rows) for rows in (usual, 2 * usual)]
@@ -135,7 +134,37 @@ def test_a_draft_that_becomes_good_is_found_again() -> None:
     run(budget, 8, 0.02, 300)
     taken = run(budget, 8, 0.9, 250)
     first = next(i for i, (kind, _) in enumerate(taken) if kind == "draft")
-    assert {kind for kind, _ in taken[first:]} == {"draft"}
+    assert np.mean([kind == "draft" for kind, _ in taken[first:]]) > 0.9
+
+
+def test_while_drafting_it_sometimes_times_plain_decoding() -> None:
+    budget = controller()
+    run(budget, 4, 0.65, 500)
+    taken = run(budget, 4, 0.65, 1000)
+    usual = int(np.median([rows for _, rows in taken]))
+    draft = budget.cost.seconds("draft", 4, 4 * BLOCK)
+    rate = 4 * (0.65 ** np.arange(usual // 4)).sum() / (draft + 14e-3 + (usual - 4) * 1e-3)
+    lost = 14e-3 - 4 / rate  # seconds of a plain step that drafting would not have needed
+    plain = sum(kind == "plain" for kind, _ in taken)
+    assert 0 < plain * lost <= 0.0105 * 4 / rate * len(taken) * usual
+
+
+def test_a_price_of_plain_decoding_that_is_too_high_heals() -> None:
+    cost = CostModel(32, BLOCK)
+    for point in sweep_points(32, BLOCK):  # something else ran while one request a row was swept
+        delay = 1.6 if point.num_rows == point.num_requests else 1.0
+        cost.observe(
+            *point, 0.0, 3e-3 if point.part == "draft" else delay * (10 + 4 * point.num_rows) / 1e3
+        )
+    budget = BudgetController(cost, Limits(BLOCK))
+    assert {kind for kind, _ in run(budget, 8, 0.4, 4)} == {"draft"}
+    for _ in range(400):
+        step = budget.start(8)
+        rows = 8
+        if step.drafts:
+            rows = budget.plan(np.full((8, step.draft_width - 1), 0.4)).num_rows
+        budget.cost.observe("target", 8, rows, 0.0, 10e-3 + 4e-3 * rows)
+    assert np.mean([kind == "plain" for kind, _ in run(budget, 8, 0.4, 50)]) > 0.9
 
 
 def test_rows_fall_as_requests_come() -> None:
@@ -147,9 +176,11 @@ def test_rows_fall_as_requests_come() -> None:
 def test_the_host_alone_plans_what_it_would_plan_with_the_proposals() -> None:
     budget = controller()
     run(budget, 8, 0.7, 100)
-    step = budget.start(8)
+    while not (step := budget.start(8)).drafts:
+        pass
     expected = budget.num_rows() // (2 if step.explores else 1)
-    assert run(budget, 8, 0.7, 3)[-1][1] == pytest.approx(expected, abs=1)
+    rows = [rows for kind, rows in run(budget, 8, 0.7, 3) if kind == "draft"]
+    assert rows[-1] == pytest.approx(expected, abs=1)
 
 
 def test_a_fixed_block_always_drafts_and_never_looks() -> None:
