@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import sys
 import tempfile
@@ -16,15 +15,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from bench.config import DatasetSpec
 from bench.machine import describe_machine, git_state, shareable, versions
+from bench.prompts import load_prompts
 from bench.serve_sglang import chat_ids
 from sglang_dflash.demo.model import bundled_draft, ensure_target
 from sglang_dflash.trace import Trace, read_trace
 
 __all__ = ["KINDS", "Load", "TracedEngine", "arguments", "manifest", "traced_engine"]
 
-PROMPTS = Path(__file__).parent / "data/prompts.jsonl"
-KINDS = ("code", "maths", "chat")
+DATASETS = {"code": "humaneval", "maths": "gsm8k", "chat": "mt-bench"}
+KINDS = tuple(DATASETS)
 
 
 class Load(NamedTuple):
@@ -46,14 +47,11 @@ class TracedEngine:
 
     def __init__(self, engine: Any, file: Path, max_new_tokens: int) -> None:
         self._engine, self._file, self._max_new_tokens = engine, file, max_new_tokens
-        lines = [json.loads(line) for line in PROMPTS.read_text().splitlines()]
         tokenizer = engine.tokenizer_manager.tokenizer
-        self._prompts = {
-            kind: itertools.cycle(
-                [chat_ids(tokenizer, line["prompt"]) for line in lines if line["kind"] == kind]
-            )
-            for kind in KINDS
-        }
+        self._prompts = {}
+        for kind, dataset in DATASETS.items():
+            texts = load_prompts(DatasetSpec(dataset, source="sample"), 0, Path()).texts
+            self._prompts[kind] = itertools.cycle([chat_ids(tokenizer, text) for text in texts])
 
     def serve(self, load: Load) -> float:
         """Serve a load to its end; return when it began, Unix seconds."""
