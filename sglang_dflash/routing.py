@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.draft.checkpoint import check_checkpoint, draft_folder
 from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.draft.config import read_config, unsupported_reason
+from sglang_dflash.draft.token_map import read_token_map, token_map_of
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.options import Options
 
@@ -79,8 +80,8 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         target: what the draft must fit.
 
     Raises:
-        ValueError: an option that changes what is drawn and that DFLASH does not honour, or one of
-            the plugin's own that the block size forbids.
+        ValueError: an option that changes what is drawn and that DFLASH does not honour, one of the
+            plugin's own that the block size forbids, or a token map of another model.
         UnsupportedCheckpoint: the path holds no draft that agrees with its own config and with the
             target, or the block size is impossible.
     """
@@ -129,3 +130,6 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         target_num_layers=target.num_layers,
         tp_size=settings.tp_size,
     )
+    token_map = token_map_of(str(draft_folder(path)), settings.speculative_token_map)
+    if token_map is not None:
+        read_token_map(token_map, target.vocab_size)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from sglang.srt.model_executor.forward_batch_info import (
 )
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.models.registry import ModelRegistry
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.draft_worker_common import build_draft_tp_worker
@@ -26,6 +27,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import nn
 
 from sglang_dflash.draft.block import Block
+from sglang_dflash.draft.hot_head import HotHead
 from sglang_dflash.draft.model import DFlashDraftModel
 from sglang_dflash.draft.proposer import (
     Proposal,
@@ -34,6 +36,7 @@ from sglang_dflash.draft.proposer import (
     propose_greedy,
     propose_sampled,
 )
+from sglang_dflash.draft.token_map import read_token_map, token_map_of
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.verify.rows import Rows
 
@@ -44,6 +47,8 @@ __all__ = [
     "verify_batch",
     "vocabulary_head",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 def build_draft_worker(
@@ -84,10 +89,11 @@ def block_embedding(target_model: nn.Module) -> Callable[[torch.Tensor], torch.T
 
 
 def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
-    """Return this rank's shard of the target's output head.
+    """Return this rank's shard of the target's output head, cut to the token map if there is one.
 
     Raises:
         UnsupportedCheckpoint: there is no such head, or it carries added tokens apart.
+        ValueError: `--speculative-token-map` does not fit it.
     """
     head = getattr(target_model, "lm_head", None)
     shard = getattr(head, "shard_indices", None)
@@ -101,12 +107,21 @@ def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
             f"the target's lm_head has {shard.num_added_elements} tokens added by LoRA adapters; "
             "serve without them, or set SGLANG_DFLASH_WORKER=upstream"
         )
-    distributed = get_parallel().tp_size > 1
+    tp_size = get_parallel().tp_size
+    gather = tensor_model_parallel_all_gather if tp_size > 1 else None
+    spec = get_spec()
+    map_path = token_map_of(spec.speculative_draft_model_path, spec.speculative_token_map)
+    if map_path is not None:
+        token_map = read_token_map(map_path, head.org_vocab_size)
+        hot = HotHead(head, token_map, tp_size)
+        count = len(hot.token_ids)
+        logger.info("DFLASH proposes from %d tokens of %s", len(token_map), map_path)
+        return VocabularyHead(hot.project, count, gather=gather, token_ids=hot.token_ids)
     return VocabularyHead(
         lambda rows: head.quant_method.apply(head, rows, None),
         shard.num_org_elements,
         shard.org_vocab_start_index,
-        tensor_model_parallel_all_gather if distributed else None,
+        gather,
     )
 
 

@@ -88,6 +88,8 @@ class VocabularyHead:
         project: hidden rows [R, H] -> logits [R, local vocabulary and padding].
         num_tokens: rows of the shard that are tokens; padding follows them.
         first_token_id: the vocabulary id of its first row.
+        token_ids: [num_tokens] int64, the vocabulary id of each row where they do not follow each
+            other, rising; None where they do.
         gather: concatenates a [rows, k] tensor of every rank along dim 1; None on one rank.
     """
 
@@ -95,6 +97,11 @@ class VocabularyHead:
     num_tokens: int
     first_token_id: int = 0
     gather: Callable[[torch.Tensor], torch.Tensor] | None = None
+    token_ids: torch.Tensor | None = None
+
+    def tokens_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the vocabulary ids of some of the shard's rows."""
+        return rows + self.first_token_id if self.token_ids is None else self.token_ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return [R, local vocabulary], this rank's logits of the R = n * (B-1) mask rows.
@@ -117,10 +124,11 @@ class VocabularyHead:
             [R, count] scores and [R, count] int64 token ids, best first.
         """
         scores, tokens = logits.topk(min(count, self.num_tokens), dim=-1)
-        tokens = tokens + self.first_token_id
+        tokens = self.tokens_of(tokens)
         if self.gather is None:
             return scores, tokens
-        scores, order = self.gather(scores).topk(count, dim=-1)
+        scores = self.gather(scores)
+        scores, order = scores.topk(min(count, scores.shape[1]), dim=-1)
         return scores, self.gather(tokens).gather(1, order)
 
     def log_mass(self, logits: torch.Tensor) -> torch.Tensor:
@@ -149,7 +157,7 @@ def propose_greedy(
     """
     logits = head.logits(hidden)
     scores, tokens = logits.max(dim=-1, keepdim=True)  # [R, 1]
-    tokens = tokens + head.first_token_id
+    tokens = head.tokens_of(tokens)
     if head.gather is not None:
         all_scores = head.gather(scores)
         best_rank = all_scores.argmax(dim=1, keepdim=True)

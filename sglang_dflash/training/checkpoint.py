@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from sglang_dflash.draft.token_map import write_token_map
 from sglang_dflash.training.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -90,8 +91,17 @@ def load_state(
     return Resumed(state["step"], state["metrics"])
 
 
-def export_draft(folder: Path, draft: BlockDraft, config: dict[str, Any]) -> None:
-    """Write config.json and model.safetensors, in the type that the config names."""
+def export_draft(
+    folder: Path, draft: BlockDraft, config: dict[str, Any], seen: torch.Tensor
+) -> None:
+    """Write a draft that SGLang serves.
+
+    Args:
+        folder: Of config.json, model.safetensors and the token map.
+        draft: The weights, written in the type that the config names.
+        config: The config.json.
+        seen: [k] int64, the tokens of the texts: those that the draft has learnt to propose.
+    """
     dtype = getattr(torch, config["dtype"])
     weights = {
         name: tensor.detach().to("cpu", dtype).contiguous()
@@ -102,3 +112,4 @@ def export_draft(folder: Path, draft: BlockDraft, config: dict[str, Any]) -> Non
     unfinished.replace(folder / "model.safetensors")
     text = json.dumps(config, indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
+    write_token_map(folder, seen)

@@ -59,9 +59,8 @@ class Trainer:
         self._rank = rank
         self._corpus = corpus
         train = settings.train
-        vocabulary = None
-        if train.softmax_vocabulary == "seen":
-            vocabulary = corpus.vocabulary(corpus.split(held_out=False)).to(rank.device)
+        self._seen = corpus.vocabulary(corpus.split(held_out=False))
+        vocabulary = self._seen.to(rank.device) if train.softmax_vocabulary == "seen" else None
         self._head = head.to(rank.device)
         self._loss = BlockLoss(
             self._draft, embedding.to(rank.device), self._head, train, vocabulary
@@ -113,7 +112,7 @@ class Trainer:
             if _is_due(step + 1, train.checkpoint_every, train.steps) and self._rank.is_first:
                 place = Resumed(step + 1, metrics)
                 save_state(folder, self._draft, self._optimizer, place, identity)
-                export_draft(out, self._draft, self._config)
+                export_draft(out, self._draft, self._config, self._seen)
             if after_step is not None:
                 after_step(step + 1)
         history.close()

@@ -59,6 +59,7 @@ class Case:
         options: further engine options.
         widths: how many rows are verified: whole blocks, other widths each step, or what pays.
         all_seeds: whether every seeded request is asked, or the first three batches.
+        token_map: whether the draft proposes from a part of the vocabulary.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     widths: Literal["whole", "random", "measured"] = "whole"
     all_seeds: bool = False
+    token_map: bool = False
 
 
 def dflash_options(pair: Pair, block_size: int) -> dict[str, Any]:

@@ -47,7 +47,8 @@ CASES = [
          {"disable_overlap_schedule": True, "chunked_prefill_size": 32}),
     Case("llama, block 16, no radix cache", "llama_pair", 16, {"disable_radix_cache": True}),
     Case("llama, windowed draft, block 8", "windowed_pair", 8),
-    Case("llama, two ranks, block 8", "llama_pair", 8, {"tp_size": 2}, widths="random"),
+    Case("llama, two ranks, block 8, a token map", "llama_pair", 8, {"tp_size": 2},
+         widths="random", token_map=True),
     Case("qwen3, block 8, no overlap, pages of 16", "qwen3_pair", 8,
          {"disable_overlap_schedule": True, "page_size": 16}),
     Case("qwen3, block 16, small pool", "qwen3_pair", 16,
@@ -108,12 +109,18 @@ class Served:
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case.name)
-def served(request: pytest.FixtureRequest) -> Iterator[Served]:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
     """Each case's engine, one after the other."""
     case = request.param
     pair = request.getfixturevalue(case.pair)
     plain = plain_answers(pair)
     options = {**EXACT, **dflash_options(pair, case.block_size), **case.options}
+    if case.token_map:  # more tokens of the first rank's shard than of the second's
+        path = tmp_path_factory.mktemp("map") / "tokens.pt"
+        torch.save([*range(0, 120, 2), *range(200, 320, 5)], path)
+        options["speculative_token_map"] = str(path)
     with engine(pair, environment=environment_of(case), **options) as started:
         yield Served(case, started, plain, prompts_for(pair))
 

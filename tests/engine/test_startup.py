@@ -229,6 +229,17 @@ def test_adaptive_is_taken_for_the_budget(
         start(llama_pair, llama_pair.draft, "--speculative-adaptive")
 
 
+def test_a_token_map_of_another_model_is_refused_before_anything_is_loaded(
+    llama_pair: Pair, tmp_path: Path
+) -> None:
+    path = tmp_path / "map.pt"
+    torch.save([1, 2, 3], path)
+    start(llama_pair, llama_pair.draft, "--speculative-token-map", str(path))
+    torch.save([1, 2, 49151], path)
+    with pytest.raises(ValueError, match=r"--speculative-token-map .* found 1 to 49151"):
+        start(llama_pair, llama_pair.draft, "--speculative-token-map", str(path))
+
+
 def test_a_watermark_is_refused(llama_pair: Pair) -> None:
     with pytest.raises(ValueError, match="--enable-watermark: DFLASH verifies without"):
         start(llama_pair, llama_pair.draft, "--enable-watermark")

@@ -125,3 +125,33 @@ def test_confidence_is_the_drafts_probability_of_its_proposals() -> None:
     for proposal in (greedy, sampled):
         expected = law.gather(2, proposal.tokens.unsqueeze(2)).squeeze(2)
         torch.testing.assert_close(proposal.confidence, expected)
+
+
+def test_a_mapped_head_proposes_the_best_of_its_tokens() -> None:
+    token_ids = torch.tensor([3, 4, 11, 25, 39])
+    hidden = torch.randn(7, 5, VOCAB, generator=torch.Generator().manual_seed(9))
+    head = VocabularyHead(lambda rows: rows[:, token_ids], 5, token_ids=token_ids)
+    masked = torch.full_like(hidden, float("-inf"))
+    masked[..., token_ids] = hidden[..., token_ids]
+    greedy = propose_greedy(hidden, head, with_confidence=True)
+    expected = propose_greedy(masked, identity_head(), with_confidence=True)
+    assert torch.equal(greedy.tokens, expected.tokens)
+    torch.testing.assert_close(greedy.confidence, expected.confidence)
+    sampled = propose_sampled(hidden, head, sampling(7), torch.zeros(7, 5))
+    assert torch.isin(sampled.tokens, token_ids).all()
+    assert sampled.draft_probs is not None
+    assert torch.isin(sampled.draft_probs.token_ids, token_ids).all()
+
+
+def test_a_narrow_block_is_filled_with_proposals_that_nobody_verifies() -> None:
+    hidden = torch.randn(3, 3, VOCAB, generator=torch.Generator().manual_seed(10))
+    made = propose_sampled(
+        hidden, identity_head(), sampling(3), torch.zeros(3, 3), with_confidence=True
+    )
+    filled = made.filled(7)
+    assert filled.tokens.shape == (3, 7)
+    assert filled.draft_probs is not None
+    assert torch.equal(filled.tokens[:, :2], made.tokens)
+    assert filled.confidence is made.confidence
+    torch.testing.assert_close(filled.draft_probs.probs.sum(-1), torch.ones(3, 7))
+    assert propose_greedy(hidden, identity_head()).filled(7).draft_probs is None

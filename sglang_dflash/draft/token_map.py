@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Token maps: proposals from the tokens that texts are made of.
+
+The head is most of a small draft's work. Most tokens of a vocabulary hardly ever occur, so the
+draft does well to choose among the others alone (FR-Spec, arXiv 2502.14856). Exact all the same:
+what is never proposed is still drawn by the target.
+
+`--speculative-token-map FILE` names a map, in SGLang's format; a draft's folder may hold its own.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+
+__all__ = ["TOKEN_MAP_FILE", "read_token_map", "token_map_of", "write_token_map"]
+
+TOKEN_MAP_FILE = "token_map.pt"
+
+_FLAG = "--speculative-token-map"
+
+
+def token_map_of(draft_path: str, stated: str | None) -> str | None:
+    """Return which token map serves: the option's, else the one in the draft's folder, else none.
+
+    Args:
+        draft_path: `--speculative-draft-model-path`.
+        stated: `--speculative-token-map`.
+    """
+    own = os.path.join(draft_path, TOKEN_MAP_FILE)
+    return stated or (own if os.path.isfile(own) else None)
+
+
+def write_token_map(folder: Path, tokens: torch.Tensor) -> None:
+    """Leave a map of [k] token ids in a draft's folder."""
+    torch.save(tokens.tolist(), folder / TOKEN_MAP_FILE)
+
+
+def read_token_map(path: str, vocab_size: int) -> torch.Tensor:
+    """Return the tokens that may be proposed, [k] int64, rising, none twice.
+
+    Args:
+        path: a file that `torch.save` wrote, holding token ids; SGLang's format, or its place on
+            the hub.
+        vocab_size: V.
+
+    Raises:
+        ValueError: the file cannot be read, or holds others than tokens of the vocabulary.
+    """
+    from sglang.srt.speculative.spec_utils import load_token_map
+
+    try:
+        tokens = load_token_map(path).flatten()
+    except (OSError, ValueError, TypeError, RuntimeError, UnpicklingError) as error:
+        raise ValueError(
+            f"{_FLAG} {path}: no list of token ids can be read from it ({error}); it is what "
+            f"torch.save wrote, as `sglang-dflash train` leaves {TOKEN_MAP_FILE} beside a draft"
+        ) from error
+    tokens = tokens.unique()
+    if not len(tokens) or tokens[0] < 0 or tokens[-1] >= vocab_size:
+        found = f"{int(tokens[0])} to {int(tokens[-1])}" if len(tokens) else "none"
+        raise ValueError(
+            f"{_FLAG} {path}: expected token ids from 0 to {vocab_size - 1}, found {found}; it may "
+            "be another model's"
+        )
+    return tokens
