@@ -149,7 +149,8 @@ class DFlashWorker(BaseSpecWorker):
         new_seq_lens = prefix_lens + verdict.num_committed
         if on_publish is not None:
             on_publish(new_seq_lens)
-        self._draft.inject(verified.features, rows.take(block.positions), plan, rows.columns)
+        inject = self._draft.inject_later if proposal.is_empty else self._draft.inject
+        inject(verified.features, rows.take(block.positions), plan, rows.columns)
         self._policy.settle(rows, verdict.num_committed - 1)
         return GenerationBatchResult(
             logits_output=verified.result.logits_output,

@@ -26,6 +26,7 @@ __all__ = ["BudgetController", "Step", "draft_widths"]
 
 Array = NDArray[np.float64]
 
+_FRESH = 4  # steps for which prices are kept: to work them out takes a per cent of a short step
 _PLAIN_PAUSE = 32  # steps between two that time plain decoding while drafting, at least
 
 
@@ -48,25 +49,63 @@ class Step(NamedTuple):
 
 
 class _Outlook(NamedTuple):
-    """What the next step may do at one draft width, by number of verified rows; all [k]."""
+    """What the next step may do at one draft width, by number of verified rows.
+
+    Attributes:
+        rows: [k].
+        tokens: [k], expected.
+        seconds: [k].
+        best: index of the fastest number of rows.
+        best_rate: expected tokens per second there.
+    """
 
     rows: NDArray[np.int64]
     tokens: Array
     seconds: Array
+    best: int
+    best_rate: float
 
-    @property
-    def best(self) -> int:
-        """Index of the fastest number of rows."""
-        return int((self.tokens / self.seconds).argmax())
-
-    @property
-    def best_rate(self) -> float:
-        """Expected tokens per second there."""
-        return float(self.tokens[self.best] / self.seconds[self.best])
+    @classmethod
+    def of(cls, rows: NDArray[np.int64], tokens: Array, seconds: Array) -> _Outlook:
+        """Return the outlook with its best number of rows."""
+        rates = tokens / seconds
+        best = int(rates.argmax())
+        return cls(rows, tokens, seconds, best, float(rates[best]))
 
     def wider(self, index: int) -> int:
         """Return the index of twice the rows, as far as they go."""
         return min(2 * int(self.rows[index]), int(self.rows[-1])) - int(self.rows[0])
+
+
+class _Prices(NamedTuple):
+    """What the next steps cost and promise, for n requests.
+
+    Attributes:
+        n: requests.
+        plain: seconds of a plain step.
+        rows: [k] verified rows in all, rising by one.
+        target: [k] seconds of a step's target part over so many.
+        draft: seconds of the draft, by its width.
+        outlooks: by draft width.
+        best_width: whose outlook is the best.
+    """
+
+    n: int
+    plain: float
+    rows: NDArray[np.int64]
+    target: Array
+    draft: dict[int, float]
+    outlooks: dict[int, _Outlook]
+    best_width: int
+
+    @property
+    def best(self) -> _Outlook:
+        """The outlook of the best draft width."""
+        return self.outlooks[self.best_width]
+
+    def drafted(self, width: int) -> StepSeconds:
+        """Return the seconds of steps with the draft, by number of verified rows."""
+        return lambda rows: self.target[np.asarray(rows) - self.rows[0]] + self.draft[width]
 
 
 def draft_widths(limits: Limits) -> tuple[int, ...]:
@@ -134,7 +173,8 @@ class BudgetController:
         self._looks = 0  # since the draft was last turned on or off
         self._context_tokens: float | None = None
         self._step = Step(limits.widest, explores=False)
-        self._outlooks: dict[int, _Outlook] = {}  # by draft width
+        self._prices: _Prices | None = None
+        self._age = 0  # steps since they were worked out
 
     def start(self, n: int, context_tokens: float | None = None) -> Step:
         """Decide over how many rows of each block the draft runs in the next step, if at all.
@@ -146,9 +186,11 @@ class BudgetController:
         self._context_tokens = context_tokens
         if self.limits.widest == 1:
             return self._step
-        self._outlooks = self._look_ahead(n)
+        self._age += 1
+        if self._prices is None or self._prices.n != n or self._age >= _FRESH:
+            self._prices, self._age = self._look_ahead(n), 0
         before = self._switch.drafting
-        drafting = self._plain_is_barred or self._switch.turn(self._advantage(n))
+        drafting = self._plain_is_barred or self._switch.turn(self._advantage())
         if drafting != before:
             self._looks = self._plain_checks = 0
         self._since_plain += 1
@@ -158,7 +200,7 @@ class BudgetController:
         explores = self._looks_now(n, drafting)
         width = 1
         if drafting or explores:
-            width = self._wider_draft if drafting and explores else self._best_width
+            width = self._wider_draft if drafting and explores else self._prices.best_width
         if width == 1:
             self._since_plain = 0
         self._step = Step(width, explores)
@@ -170,9 +212,9 @@ class BudgetController:
         Args:
             chances: [n, w-1], calibrated, w the step's draft width.
         """
-        rate = self._best_outlook.best_rate
+        rate = self._prices.best.best_rate
         self.learn(chances)
-        limits, seconds = self._limits_of(chances), self._draft_seconds(*chances.shape)
+        limits, seconds = self._limits_of(chances), self._prices.drafted(chances.shape[1] + 1)
         plan = plan_widths(chances, seconds, limits, rate)
         if not self._step.explores:
             return plan
@@ -187,7 +229,7 @@ class BudgetController:
 
     def num_rows(self) -> int:
         """Return M for the step that `start` decided to draft, without seeing its proposals."""
-        ahead = self._outlooks[self._step.draft_width]
+        ahead = self._prices.outlooks[self._step.draft_width]
         return int(ahead.rows[ahead.wider(ahead.best) if self._step.explores else ahead.best])
 
     def learn(self, chances: Array) -> None:
@@ -217,37 +259,33 @@ class BudgetController:
         return self.limits.min_width > 1
 
     @property
-    def _best_width(self) -> int:
-        return max(self._outlooks, key=lambda width: self._outlooks[width].best_rate)
-
-    @property
-    def _best_outlook(self) -> _Outlook:
-        return self._outlooks[self._best_width]
-
-    @property
     def _wider_draft(self) -> int:
         """The draft width of a look while drafting: the largest within twice the usual one."""
-        return max(width for width in self.draft_widths if width <= 2 * self._best_width)
+        return max(width for width in self.draft_widths if width <= 2 * self._prices.best_width)
 
     def _limits_of(self, chances: Array) -> Limits:
         """Return the bounds of a step that has the proposals [n, w-1]."""
         return Limits(chances.shape[1] + 1, self.limits.min_width)
 
-    def _look_ahead(self, n: int) -> dict[int, _Outlook]:
+    def _look_ahead(self, n: int) -> _Prices:
         rows = np.arange(n * self.limits.min_width, n * self.limits.widest + 1)
         target = self.cost.curve("target", n, rows, self._context_tokens)
-        widths = np.array(self.draft_widths)
-        draft = self.cost.curve("draft", n, n * widths, self._context_tokens)
+        plain = float(target[0])
+        if self._plain_is_barred:
+            plain = self.cost.seconds("target", n, n, self._context_tokens)
+        each = self.cost.curve("draft", n, n * np.array(self.draft_widths), self._context_tokens)
+        draft = dict(zip(self.draft_widths, each.tolist(), strict=True))
         outlooks = {}
-        for width, seconds in zip(self.draft_widths, draft.tolist(), strict=True):
+        for width, seconds in draft.items():
             count = n * (width - self.limits.min_width) + 1
             tokens = self.gains.tokens(n, rows[:count], width)
-            outlooks[width] = _Outlook(rows[:count], tokens, target[:count] + seconds)
-        return outlooks
+            outlooks[width] = _Outlook.of(rows[:count], tokens, target[:count] + seconds)
+        best_width = max(outlooks, key=lambda width: outlooks[width].best_rate)
+        return _Prices(n, plain, rows, target, draft, outlooks, best_width)
 
-    def _advantage(self, n: int) -> float:
-        ahead = self._best_outlook
-        return worth_drafting(ahead.tokens, ahead.seconds, self._plain_seconds(n), n)
+    def _advantage(self) -> float:
+        ahead = self._prices.best
+        return worth_drafting(ahead.tokens, ahead.seconds, self._prices.plain, self._prices.n)
 
     def _looks_now(self, n: int, drafting: bool) -> bool:
         """Return whether this step looks, and pay for it."""
@@ -272,7 +310,7 @@ class BudgetController:
             return False
         usual = self._usual_seconds(n, drafting=True)
         self._plain_purse.save(usual)
-        price = max(self._plain_seconds(n) - n / self._best_outlook.best_rate, 0.0)
+        price = max(self._prices.plain - n / self._prices.best.best_rate, 0.0)
         pause = min(self._pacing.shortest_pause << min(self._plain_checks, 16), _PLAIN_PAUSE)
         if self._since_plain < pause or not self._plain_purse.affords(price):
             return False
@@ -283,36 +321,27 @@ class BudgetController:
 
     def _look_price(self, n: int, drafting: bool) -> float:
         """Return the seconds that a look takes beyond a usual step, at least 0."""
-        ahead = self._best_outlook
+        ahead = self._prices.best
         if drafting:
-            wide = self._outlooks[self._wider_draft]
+            wide = self._prices.outlooks[self._wider_draft]
             look = wide.seconds[wide.wider(ahead.best)]
         else:
             look = ahead.seconds[ahead.wider(0)]
         return max(float(look) - self._usual_seconds(n, drafting), 0.0)
 
     def _usual_seconds(self, n: int, drafting: bool) -> float:
-        ahead = self._best_outlook
-        return float(ahead.seconds[ahead.best]) if drafting else self._plain_seconds(n)
+        ahead = self._prices.best
+        return float(ahead.seconds[ahead.best]) if drafting else self._prices.plain
 
     def _look_of(self, plan: Plan, looked: Plan) -> _Look:
         """Return what a look must be held against: a usual step's share of its own plan."""
         n, drafting = len(plan.widths), self._switch.drafting
         if drafting:
-            width, pace = self._best_width, 1 / self._best_outlook.best_rate
+            width, pace = self._prices.best_width, 1 / self._prices.best.best_rate
             usual = np.minimum(plan.widths, width)
-            seconds = float(self._draft_seconds(n, width - 1)(np.array([usual.sum()]))[0])
+            seconds = float(self._prices.drafted(width)(np.array([usual.sum()]))[0])
         else:
-            usual, seconds = np.ones_like(plan.widths), self._plain_seconds(n)
+            usual, seconds = np.ones_like(plan.widths), self._prices.plain
             pace = seconds / n
         extra = looked.expected_seconds - seconds - self._look_price(n, drafting)
         return _Look(usual, pace, extra)
-
-    def _draft_seconds(self, n: int, num_proposals: int) -> StepSeconds:
-        """Return the seconds of steps with the draft, by number of verified rows."""
-        width = num_proposals + 1
-        draft = self.cost.seconds("draft", n, n * width, self._context_tokens)
-        return lambda rows: self.cost.curve("target", n, rows, self._context_tokens) + draft
-
-    def _plain_seconds(self, n: int) -> float:
-        return self.cost.seconds("target", n, n, self._context_tokens)

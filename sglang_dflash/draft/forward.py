@@ -50,6 +50,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_MOST_PENDING = 8  # steps whose context waits to be injected together
+
 
 def build_draft_worker(
     server_args: ServerArgs, gpu_id: int, nccl_port: int, target_worker: TpModelWorker
@@ -125,6 +127,14 @@ def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
     )
 
 
+class _Rows(NamedTuple):
+    """Context rows to inject."""
+
+    features: torch.Tensor  # [M, K*H]
+    positions: torch.Tensor  # [M] int64
+    locs: torch.Tensor  # [M] int64
+
+
 class DraftForward:
     """Proposes tokens for a block, and keeps the draft's context up to date."""
 
@@ -137,6 +147,7 @@ class DraftForward:
         self._model.borrow_embedding(block_embedding(target_model))
         self._head = vocabulary_head(target_model)
         self._spec_infos: dict[int, DFlashVerifyInput] = {}
+        self._pending: list[_Rows] = []
 
     def propose(
         self,
@@ -164,6 +175,7 @@ class DraftForward:
             Proposals for all B-1 mask rows, those beyond `rows` empty; their confidence, without
             the empty ones.
         """
+        self._inject_pending()
         width = rows.widths_cpu[0]
         taken = VerifyRows(*(rows.take(values) for values in block))
         spec_info = self._spec_info(width)
@@ -209,10 +221,54 @@ class DraftForward:
             plan: where the K/V goes.
             columns: [M] int64, the rows' places in the plan's window; None where it is theirs.
         """
+        self._inject_pending()
+        rows = self._placed(features, positions, plan, columns)
+        self._model.inject(*rows, self._runner.token_to_kv_pool)
+
+    def inject_later(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        plan: KVLocPlan,
+        columns: torch.Tensor | None = None,
+    ) -> None:
+        """Inject before the draft runs again, a few steps in one go.
+
+        Only for steps without the draft. A slot may change hands meanwhile: its old owner's rows go
+        first, for a request that ends changes the number of rows and one that comes is injected.
+
+        Args:
+            features: [M, K*H].
+            positions: [M] int64.
+            plan: where the K/V goes.
+            columns: [M] int64, the rows' places in the plan's window; None where it is theirs.
+        """
+        rows = self._placed(features, positions, plan, columns)
+        if self._pending and len(self._pending[0].locs) != len(rows.locs):
+            self._inject_pending()
+        self._pending.append(_Rows(*(values.clone() for values in rows)))  # of kept buffers
+        if len(self._pending) >= _MOST_PENDING:
+            self._inject_pending()
+
+    def _placed(
+        self,
+        features: torch.Tensor,
+        positions: torch.Tensor,
+        plan: KVLocPlan,
+        columns: torch.Tensor | None,
+    ) -> _Rows:
         locs = plan.write_ids(self._runner.kv_index_translator, cols=columns)
         # Tensor parallelism may have padded the forward's rows.
-        features = features[: locs.shape[0]]
-        self._model.inject(features, positions, locs, self._runner.token_to_kv_pool)
+        return _Rows(features[: locs.shape[0]], positions, locs)
+
+    def _inject_pending(self) -> None:
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        rows = pending[0]
+        if len(pending) > 1:
+            rows = _Rows(*(torch.cat(parts) for parts in zip(*pending, strict=True)))
+        self._model.inject(*rows, self._runner.token_to_kv_pool)
 
 
 class VerifyRows(NamedTuple):

@@ -37,11 +37,13 @@ class Proposal(NamedTuple):
         draft_probs: the law each was drawn from; None where all requests are greedy.
         confidence: [n, w-1] float32, the draft's probability of each at temperature 1, w the rows
             of a block that the draft ran over; None where nobody asked.
+        is_empty: whether the draft did not run.
     """
 
     tokens: torch.Tensor
     draft_probs: DraftProbs | None = None
     confidence: torch.Tensor | None = None
+    is_empty: bool = False
 
     def filled(self, num_proposals: int) -> Proposal:
         """Return the proposals of a narrower block with empty ones, which nobody verifies, behind.
@@ -100,7 +102,7 @@ class VocabularyHead:
     token_ids: torch.Tensor | None = None
 
     def tokens_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the vocabulary ids of some of the shard's rows."""
+        """Return the vocabulary ids of some of the shard's rows, [...] int64 in and out."""
         return rows + self.first_token_id if self.token_ids is None else self.token_ids[rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -214,7 +216,8 @@ def propose_nothing(n: int, num_proposals: int, device: torch.device | str) -> P
     """Return proposals that nobody will verify: a step without the draft has one row a request."""
     tokens = torch.zeros(n, num_proposals, dtype=torch.int64, device=device)
     column = tokens.unsqueeze(2)
-    return Proposal(tokens, DraftProbs(column, torch.ones_like(column, dtype=torch.float32)))
+    probs = torch.ones_like(column, dtype=torch.float32)
+    return Proposal(tokens, DraftProbs(column, probs), is_empty=True)
 
 
 def _cut(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:

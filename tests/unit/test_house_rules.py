@@ -35,6 +35,8 @@ KNOWS_SGLANG = (
     "corrections.py",
     "sweep.py",
     "draft/model.py",
+    "draft/hot_head.py",
+    "draft/token_map.py",
     "cpu/",
     "demo/serve.py",
     "doctor.py",
