@@ -29,11 +29,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from random_draft import write_random_draft
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from bench.prompts import encode
+from bench.random_draft import write_random_draft
 from sglang_dflash.demo.model import bundled_draft, ensure_target
 
 HERE = Path(__file__).parent
@@ -117,15 +117,17 @@ def measure(children: list[Child], args: argparse.Namespace, target: Path) -> li
     if args.warmup_steps:  # one concurrency after the other, each with a warm-up of its own
         points.sort(key=lambda point: args.concurrency.index(point[1]))
     for round_number, concurrency in tqdm(points, desc="rounds"):
-        first = round_number * concurrency
-        batch = [prompts[(first + i) % len(prompts)] for i in range(concurrency)]
+        count = concurrency * args.answers_per_slot
+        first = round_number * count
+        batch = [prompts[(first + i) % len(prompts)] for i in range(count)]
         if round_number == 0:
-            warm_up(children, batch, args)
+            warm_up(children, batch, concurrency, args)
         turn = round_number % len(children)
         for child in children[turn:] + children[:turn]:
             reply = child.ask(
                 {
                     "prompts": batch,
+                    "concurrency": concurrency,
                     "max_new_tokens": args.max_new_tokens,
                     "temperature": args.temperature,
                 }
@@ -138,14 +140,23 @@ def measure(children: list[Child], args: argparse.Namespace, target: Path) -> li
     return records
 
 
-def warm_up(children: list[Child], batch: list[str], args: argparse.Namespace) -> None:
+def warm_up(
+    children: list[Child], batch: list[str], concurrency: int, args: argparse.Namespace
+) -> None:
     """Let the engines that learn take their steps at this batch's concurrency."""
     for child in children:
         steps = 0.0
         while child.name in LEARNS and steps < args.warmup_steps:
             left = max(16, int(args.warmup_steps - steps))
-            reply = child.ask({"prompts": batch, "max_new_tokens": left, "temperature": 0.0})
-            steps += reply["steps"] / len(batch)
+            reply = child.ask(
+                {
+                    "prompts": batch[:concurrency],
+                    "concurrency": concurrency,
+                    "max_new_tokens": left,
+                    "temperature": 0.0,
+                }
+            )
+            steps += reply["steps"] / concurrency
 
 
 def summarise(records: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
@@ -224,6 +235,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=numbers, default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--answers-per-slot",
+        type=int,
+        default=3,
+        help="answers a round, over the concurrency: when one ends, the next begins (1 with vllm)",
+    )
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--block-size", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
@@ -242,6 +259,8 @@ def parse() -> argparse.Namespace:
     unknown = set(args.engines) - set(ENGINES)
     if unknown:
         parser.error(f"--engines {', '.join(unknown)}: not one of {', '.join(ENGINES)}")
+    if "vllm" in args.engines and args.answers_per_slot > 1:
+        parser.error("--engines vllm: it is given one batch at a time: add --answers-per-slot 1")
     return args
 
 

@@ -3,10 +3,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 import time
+from typing import Any
+
+
+async def answer(engine: Any, request: dict[str, Any], params: dict[str, Any]) -> list[Any]:
+    """Return all answers, so many at a time: when one ends, the next begins."""
+    slots = asyncio.Semaphore(request["concurrency"])
+
+    async def one(ids: list[int]) -> Any:
+        async with slots:
+            return await engine.async_generate(input_ids=ids, sampling_params=params)
+
+    return await asyncio.gather(*map(one, request["prompts"]))
 
 
 def main() -> None:
@@ -26,7 +39,7 @@ def main() -> None:
             "ignore_eos": True,
         }
         start = time.perf_counter()
-        outputs = engine.generate(input_ids=request["prompts"], sampling_params=params)
+        outputs = engine.loop.run_until_complete(answer(engine, request, params))
         seconds = time.perf_counter() - start
         metas = [output["meta_info"] for output in outputs]
         reply = {

@@ -26,6 +26,7 @@ __all__ = ["BudgetController", "Step", "draft_widths"]
 
 Array = NDArray[np.float64]
 
+_LEARN_FROM = 8  # request-steps that are learnt from together
 _FRESH = 4  # steps for which prices are kept: to work them out takes a per cent of a short step
 _PLAIN_PAUSE = 32  # steps between two that time plain decoding while drafting, at least
 
@@ -173,6 +174,7 @@ class BudgetController:
         self._looks = 0  # since the draft was last turned on or off
         self._context_tokens: float | None = None
         self._step = Step(limits.widest, explores=False)
+        self._chances: list[Array] = []  # not yet learnt from
         self._prices: _Prices | None = None
         self._age = 0  # steps since they were worked out
 
@@ -234,7 +236,15 @@ class BudgetController:
 
     def learn(self, chances: Array) -> None:
         """Take in the calibrated chances [n, w-1] of a step, when they are on the host."""
-        self.gains.update(chances)
+        if self._chances and self._chances[0].shape[1] != chances.shape[1]:
+            self._learn_now()
+        self._chances.append(chances)
+        if sum(map(len, self._chances)) >= _LEARN_FROM:
+            self._learn_now()
+
+    def _learn_now(self) -> None:
+        self.gains.update(np.concatenate(self._chances))
+        self._chances.clear()
 
     def settle(self, num_accepted: NDArray[np.int64]) -> None:
         """Take in what verify made of the step that `plan` chose the widths of.

@@ -7,12 +7,16 @@ import time
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from sglang_dflash.budget.calibration import Calibrator
 from sglang_dflash.budget.controller import BudgetController
 from sglang_dflash.verify.rows import Rows
 
 __all__ = ["FixedWidth", "Judged", "Latest", "MeasuredWidths", "StepFacts", "WidthPolicy"]
+
+# Request-steps that are learnt from together: an update takes as long for one as for many.
+_LEARN_FROM = 8
 
 
 class StepFacts(NamedTuple):
@@ -126,6 +130,7 @@ class MeasuredWidths(WidthPolicy):
         self._num_rows = 0
         self._judged: Judged | None = None
         self._expected_tokens = 0.0  # of the latest plan, all requests together
+        self._settled: list[tuple[torch.Tensor, ...]] = []  # not yet learnt from
 
     def draft_width(self, facts: StepFacts) -> int:
         """Note the time of the step before, and return the draft width that pays now."""
@@ -162,10 +167,17 @@ class MeasuredWidths(WidthPolicy):
             rows: the M verified rows.
             num_accepted: [n] int.
         """
-        if self._judged is not None:
-            confidence, sampled, _ = self._judged
-            self.calibrator.update(confidence, sampled, rows.widths, num_accepted)
-            self.controller.settle(num_accepted.cpu().numpy())
+        if self._judged is None:
+            return
+        self.controller.settle(num_accepted.cpu().numpy())
+        confidence, sampled, _ = self._judged
+        unseen = rows.block_size - 1 - confidence.shape[1]
+        self._settled.append(
+            (F.pad(confidence, (0, unseen), value=0.5), sampled, rows.widths, num_accepted)
+        )
+        if sum(len(each[1]) for each in self._settled) >= _LEARN_FROM:
+            self.calibrator.update(*map(torch.cat, zip(*self._settled, strict=True)))
+            self._settled.clear()
 
     @property
     def latest(self) -> Latest:
