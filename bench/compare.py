@@ -8,7 +8,7 @@ blocks whatever they cost), upstream (SGLang's own DFLASH worker; on a CPU with 
 bench/upstream_on_cpu), vllm (--vllm-python: an interpreter that has it). Every ratio is taken
 within a round and over the first engine named.
 
-    python bench/compare.py --draft random --warmup-steps 200 --concurrency 1,2,4,8,16,32
+    python -m bench.compare --draft random --warmup-steps 200 --concurrency 1,2,4,8,16,32
 
 A draft of random weights, judged after 200 steps at each concurrency.
 """

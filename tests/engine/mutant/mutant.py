@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plugin for tests: acceptance rules made wrong, as a file names, and widths made at random."""
+"""A plugin for tests: acceptance rules made wrong, widths made up, context injected otherwise."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from sglang_dflash.budget import policy
+from sglang_dflash.draft.forward import DraftForward
 from sglang_dflash.verify import accept
 
 __all__ = ["register"]
@@ -23,6 +24,11 @@ def register() -> None:
         accept.accept_block = _accept  # type: ignore[assignment]
     if "DFLASH_RANDOM_WIDTHS" in os.environ:
         policy.FixedWidth = _RandomWidths  # type: ignore[misc]
+    if "DFLASH_PLAIN_STEPS" in os.environ:
+        policy.FixedWidth = _MostlyPlain  # type: ignore[misc]
+    if "DFLASH_LATER" in os.environ:
+        later = {"at once": DraftForward.inject, "never": lambda *_: None}
+        DraftForward.inject_later = later[os.environ["DFLASH_LATER"]]  # type: ignore[method-assign]
 
 
 def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
@@ -56,3 +62,19 @@ class _RandomWidths(policy.FixedWidth):
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         most = 1 if confidence is None else confidence.shape[1] + 1
         return [self._random.randint(1, most) for _ in range(self._num_requests)]
+
+
+class _MostlyPlain(policy.FixedWidth):
+    """Some plain steps, then a whole block."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self._left = self._plain_steps = int(os.environ["DFLASH_PLAIN_STEPS"])
+
+    def draft_width(self, facts: policy.StepFacts) -> int:
+        width = super().draft_width(facts)
+        self._left = self._left - 1 if self._left else self._plain_steps
+        return 1 if self._left else width
+
+    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
+        return [self._width if self._left == 0 else 1] * self._num_requests
