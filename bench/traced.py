@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 from bench.config import DatasetSpec
 from bench.machine import describe_machine, git_state, shareable, versions
-from bench.prompts import load_prompts
-from bench.serve_sglang import chat_ids
+from bench.prompts import encode, load_prompts
 from sglang_dflash.demo.model import bundled_draft, ensure_target
 from sglang_dflash.trace import Trace, read_trace
 
@@ -51,7 +50,7 @@ class TracedEngine:
         self._prompts = {}
         for kind, dataset in DATASETS.items():
             texts = load_prompts(DatasetSpec(dataset, source="sample"), 0, Path()).texts
-            self._prompts[kind] = itertools.cycle([chat_ids(tokenizer, text) for text in texts])
+            self._prompts[kind] = itertools.cycle([encode(tokenizer, text, {}) for text in texts])
 
     def serve(self, load: Load) -> float:
         """Serve a load to its end; return when it began, Unix seconds."""
