@@ -110,6 +110,14 @@ class Options:
         )
         _check_order("min_width", options.min_width, "max_width", options.max_width)
         _check_order("shortest_pause", pacing.shortest_pause, "longest_pause", pacing.longest_pause)
+        if options.budget == "fixed" and options != cls(
+            worker=options.worker, budget="fixed", trace=options.trace
+        ):
+            raise ValueError(
+                "the budget is fixed, so whole blocks are verified, and min_width, max_width and "
+                "what paces the budget mean nothing: leave them out, or budget=fixed "
+                f"(SGLANG_DFLASH_* or the file of {CONFIG_FLAG})"
+            )
         if options.trace and options.budget == "fixed":
             raise ValueError(
                 "SGLANG_DFLASH_TRACE writes what the budget decides, and the budget is fixed: "

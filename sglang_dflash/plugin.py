@@ -28,6 +28,13 @@ _PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrches
 _META_INFO = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 )
+_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_UPDATES = (
+    "update_weights_from_disk",
+    "update_weights_from_tensor",
+    "load_weights_from_distributed",
+    "update_weights_from_ipc",
+)
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
@@ -78,8 +85,18 @@ def _register_hooks() -> None:
     HookRegistry.register(_META_INFO, _tell_acceptance, HookType.AROUND)
     HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
     HookRegistry.register(_PENALTIES, _penalise_in_order, HookType.AROUND)
+    for method in _UPDATES:
+        HookRegistry.register(f"{_UPDATER}.{method}", _note_update, HookType.AFTER)
     for target, hook, kind in _cpu_hooks():
         HookRegistry.register(target, hook, HookType(kind))
+
+
+def _note_update(result: Any, *_: Any, **__: Any) -> Any:
+    """Tell who keeps a copy of the head that its weights may have changed."""
+    from sglang_dflash.draft.hot_head import note_weight_update
+
+    note_weight_update()
+    return result
 
 
 def _cpu_hooks() -> list[tuple[str, Any, str]]:
@@ -122,7 +139,7 @@ def _take_over_adaptive(server_args: Any, settings: Any) -> None:
 
     if settings.speculative_adaptive:
         declare_resolution(server_args, "sglang_dflash", speculative_adaptive=False)
-        logger.info("--speculative-adaptive adds nothing: DFLASH's verify widths follow the load")
+        logger.info("--speculative-adaptive adds nothing: DFLASH's budget is on by default")
 
 
 def _create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:

@@ -130,6 +130,7 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         target_num_layers=target.num_layers,
         tp_size=settings.tp_size,
     )
-    token_map = token_map_of(str(draft_folder(path)), settings.speculative_token_map)
+    folder = draft_folder(path, settings.speculative_draft_model_revision)
+    token_map = token_map_of(folder, settings.speculative_token_map)
     if token_map is not None:
         read_token_map(token_map, target.vocab_size)

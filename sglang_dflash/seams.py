@@ -47,6 +47,15 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "meta_info", "recv_obj", "i"),
     ),
     Seam(_POOL + "allocation_sizing.get_req_to_token_extra_context_len", ()),
+    *(
+        Seam(f"{_RUN}model_runner_components.weight_updater.WeightUpdater.{method}")
+        for method in (
+            "update_weights_from_disk",
+            "update_weights_from_tensor",
+            "load_weights_from_distributed",
+            "update_weights_from_ipc",
+        )
+    ),
     # sampling (corrections.py, verify/)
     Seam(
         _SRT + "layers.sampler.Sampler._sample_from_probs",

@@ -58,6 +58,7 @@ def width_policy(
         block_size: B.
         max_requests: most requests that run together.
     """
+    limits = Limits(block_size, options.min_width, options.max_width)
     if options.budget == "fixed":
         return FixedWidth(block_size)
     if not isinstance(runner.attn_backend, CpuAttentionBackend):
@@ -66,9 +67,10 @@ def width_policy(
         )
         if options.trace is not None:
             logger.warning("SGLANG_DFLASH_TRACE: nothing is written, for no width is chosen")
+        if (limits.min_width, limits.widest) != (1, block_size):
+            logger.warning("SGLANG_DFLASH_MIN_WIDTH and MAX_WIDTH have no effect here")
         return FixedWidth(block_size)
-    limits = Limits(block_size, options.min_width, options.max_width)
-    cost = measure_steps(runner, draft, block_size, max_requests, agree)
+    cost = measure_steps(runner, draft, limits, max_requests, agree)
     parts = (
         BudgetController(cost, limits, options.pacing, draft_widths(limits)),
         Calibrator(block_size, device=runner.device),
@@ -83,7 +85,7 @@ def width_policy(
 def measure_steps(
     runner: ModelRunner,
     draft: DraftForward,
-    block_size: int,
+    limits: Limits,
     max_requests: int,
     agree: Callable[[torch.Tensor], torch.Tensor],
 ) -> CostModel:
@@ -94,13 +96,14 @@ def measure_steps(
     Args:
         runner: the target's.
         draft: the draft.
-        block_size: B.
+        limits: bounds on the widths; wider steps are not measured.
         max_requests: most requests that run together.
         agree: broadcasts a tensor from the first rank, so that all measure the same points.
     """
+    block_size = limits.block_size
     cost = CostModel(max_requests, block_size)
     began = time.perf_counter()
-    points = sweep_points(min(max_requests, _MAX_REQUESTS), block_size)
+    points = sweep_points(min(max_requests, _MAX_REQUESTS), max(2, limits.widest))
     num_measured = 0
     for point in points:
         known = cost.knows("target") and cost.knows("draft")

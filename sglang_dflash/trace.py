@@ -25,8 +25,9 @@ class TracedWidths(WidthPolicy):
     The first line has `sglang_dflash` (the version) and `block_size`. A step has
 
     - `time`: when it began, Unix seconds; `iteration`: the scheduler's count of forwards;
-    - `requests`, and `context_tokens` of all of them together;
-    - `draft_width`: rows of each block that the draft ran over, 1 for a plain step; `explores`;
+    - `requests`, and `context_tokens`: their positions together, the block's included;
+    - `draft_width`: rows of each block that the draft ran over, 1 for a plain step; `explores`: a
+      look, or a plain step to time it;
     - `widths` and `accepted`: verified rows and accepted proposals of each request;
     - `tokens` committed, and `expected_tokens`, all requests together;
     - `confidence` and `chances` of each request's proposals, the draft's own probability and the
@@ -61,6 +62,10 @@ class TracedWidths(WidthPolicy):
             self._write(self._record | {"seconds": seconds})
         self._record, self._facts, self._started = None, facts, now
         return self.inner.draft_width(facts)
+
+    def draft_begins(self) -> None:
+        """Tell the policy; see `WidthPolicy`."""
+        self.inner.draft_begins()
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return what the policy says; see `WidthPolicy`.

@@ -176,6 +176,8 @@ class DFlashWorker(BaseSpecWorker):
         (width,) = self._agreed([self._policy.draft_width(facts)])
         if width == 1:
             return propose_nothing(len(block.ids), self.block_size - 1, self.device)
+        self._draft.inject_pending()
+        self._policy.draft_begins()
         rows = Rows.of([width] * len(block.ids), self.block_size, self.device)
         proposal = self._draft.propose(
             batch,

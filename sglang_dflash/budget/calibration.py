@@ -98,7 +98,7 @@ class Calibrator:
         widths: torch.Tensor,
         num_accepted: torch.Tensor,
     ) -> None:
-        """Learn from one verified step.
+        """Learn from one verified step, or several together.
 
         Args:
             probs: [n, w-1] float, as given to `chances`.

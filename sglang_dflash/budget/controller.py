@@ -37,7 +37,7 @@ class Step(NamedTuple):
     Attributes:
         draft_width: rows of each block that the draft runs over, anchor included; 1 skips it, and
             the step is plain decoding.
-        explores: this step looks wider than pays by present belief.
+        explores: this step looks wider than pays by present belief, or times plain decoding.
     """
 
     draft_width: int
@@ -261,7 +261,7 @@ class BudgetController:
 
     @property
     def explores(self) -> bool:
-        """Whether the latest step looks wider than pays by present belief."""
+        """Whether the latest step looks wider than pays, or times plain decoding."""
         return self._step.explores
 
     @property

@@ -21,11 +21,9 @@ class GainCurve:
 
     The host plans from it when it must not wait for the device, and decides from it over how many
     rows of each block the draft runs, if at all. Per request, so that what is learnt at one load
-    serves at another. For every draft width it is the mean over steps of the curve "sum of the M
-    highest survivals": concave, 1 at one row.
-
-    Requests that share rows gain more than a request alone does, since rows go to the best of all;
-    after a change of load the curve is a little off until new steps have come in. What a narrow
+    serves at another. For every draft width it is the running mean of the curve "sum of the M
+    highest survivals" over some request-steps that share M rows: concave, 1 at one row. A request
+    alone shares them with itself over time, as plans by the long-run rate do. What a narrow
     draft did not propose is taken to be accepted as such proposals were before.
 
     Args:
@@ -52,7 +50,7 @@ class GainCurve:
         }
 
     def update(self, chances: Array) -> None:
-        """Take in the calibrated chances of one step, of verified rows or not.
+        """Take in calibrated chances of one step or several, of verified rows or not.
 
         Args:
             chances: [n, w-1], w the rows of each block that the draft ran over.

@@ -24,7 +24,8 @@ class StepFacts(NamedTuple):
 
     Attributes:
         num_requests: n.
-        context_tokens: of all requests together.
+        context_tokens: positions of all requests together, the block's own included; where the host
+            does not know lengths, those reserved.
         iteration: the scheduler's count of forwards; a gap means that another one came between.
         after_idle: whether the scheduler waited before it.
     """
@@ -47,6 +48,9 @@ class WidthPolicy:
     def draft_width(self, facts: StepFacts) -> int:
         """Return over how many rows of each block the draft runs, anchor included; 1 skips it."""
         raise NotImplementedError
+
+    def draft_begins(self) -> None:
+        """Note that the draft starts now, where it runs; by default nothing."""
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return how many rows of each request are verified, 1..B.
@@ -114,7 +118,7 @@ class Latest(NamedTuple):
 class MeasuredWidths(WidthPolicy):
     """The widths that pay by measured step times and calibrated chances.
 
-    The draft's part of a step is timed from the decision to run it to the choice of widths; the
+    The draft's part of a step is timed from its begin to the choice of widths; the
     rest is what lies between two steps' starts beyond that, so that it has everything that a step
     costs, the scheduler's part included. It is dropped where something else came between. Both are
     the host's time: for devices that the host waits for.
@@ -126,6 +130,7 @@ class MeasuredWidths(WidthPolicy):
         self.controller, self.calibrator = controller, calibrator
         self._facts: StepFacts | None = None
         self._started = 0.0
+        self._decided, self._late_seconds = 0.0, 0.0
         self._draft_began, self._draft_seconds = 0.0, 0.0
         self._num_rows = 0
         self._judged: Judged | None = None
@@ -139,8 +144,14 @@ class MeasuredWidths(WidthPolicy):
         self._facts, self._started = facts, now
         self._num_rows, self._draft_seconds = facts.num_requests, 0.0
         step = self.controller.start(facts.num_requests, facts.context_tokens)
-        self._draft_began = time.perf_counter()
+        self._decided = time.perf_counter()
+        self._late_seconds = 0.0
         return step.draft_width
+
+    def draft_begins(self) -> None:
+        """Leave out of this step's price what was late from steps before."""
+        self._draft_began = time.perf_counter()
+        self._late_seconds = self._draft_began - self._decided
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         """Return the widths of the best plan for these proposals; see `WidthPolicy`.
@@ -194,5 +205,5 @@ class MeasuredWidths(WidthPolicy):
         if before is None or not facts.follows(before):
             return
         n, context = before.num_requests, before.context_tokens
-        rest = seconds - self._draft_seconds
+        rest = seconds - self._late_seconds - self._draft_seconds
         self.controller.cost.observe("target", n, self._num_rows, context, rest)

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.token_map import TOKEN_MAP_FILE
 from sglang_dflash.draft.weights import check_weights, read_weight_shapes
 from sglang_dflash.errors import UnsupportedCheckpoint
 
@@ -31,7 +32,7 @@ def draft_folder(path: str, revision: str | None = None, *, weights: bool = Fals
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.pt", *(["*.safetensors"] if weights else [])]
+    patterns = ["*.json", TOKEN_MAP_FILE, *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -27,6 +27,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import nn
 
 from sglang_dflash.draft.block import Block
+from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.hot_head import HotHead
 from sglang_dflash.draft.model import DFlashDraftModel
 from sglang_dflash.draft.proposer import (
@@ -112,13 +113,23 @@ def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
     tp_size = get_parallel().tp_size
     gather = tensor_model_parallel_all_gather if tp_size > 1 else None
     spec = get_spec()
-    map_path = token_map_of(spec.speculative_draft_model_path, spec.speculative_token_map)
-    if map_path is not None:
+    folder = draft_folder(spec.speculative_draft_model_path, spec.speculative_draft_model_revision)
+    map_path = token_map_of(folder, spec.speculative_token_map)
+    if map_path is not None and HotHead.can_cut(head):
         token_map = read_token_map(map_path, head.org_vocab_size)
         hot = HotHead(head, token_map, tp_size)
-        count = len(hot.token_ids)
         logger.info("DFLASH proposes from %d tokens of %s", len(token_map), map_path)
-        return VocabularyHead(hot.project, count, gather=gather, token_ids=hot.token_ids)
+        return VocabularyHead(
+            hot.project, len(hot.token_ids), gather=gather, token_ids=hot.token_ids
+        )
+    if map_path is not None:
+        said = (
+            f"the target's output head is quantised, so its rows of {map_path} cannot be taken one "
+            "by one"
+        )
+        if spec.speculative_token_map is not None:
+            raise ValueError(f"--speculative-token-map: {said}: leave the option out")
+        logger.info("DFLASH proposes from the whole vocabulary: %s", said)
     return VocabularyHead(
         lambda rows: head.quant_method.apply(head, rows, None),
         shard.num_org_elements,
@@ -175,7 +186,7 @@ class DraftForward:
             Proposals for all B-1 mask rows, those beyond `rows` empty; their confidence, without
             the empty ones.
         """
-        self._inject_pending()
+        self.inject_pending()
         width = rows.widths_cpu[0]
         taken = VerifyRows(*(rows.take(values) for values in block))
         spec_info = self._spec_info(width)
@@ -221,7 +232,7 @@ class DraftForward:
             plan: where the K/V goes.
             columns: [M] int64, the rows' places in the plan's window; None where it is theirs.
         """
-        self._inject_pending()
+        self.inject_pending()
         rows = self._placed(features, positions, plan, columns)
         self._model.inject(*rows, self._runner.token_to_kv_pool)
 
@@ -234,8 +245,9 @@ class DraftForward:
     ) -> None:
         """Inject before the draft runs again, a few steps in one go.
 
-        Only for steps without the draft. A slot may change hands meanwhile: its old owner's rows go
-        first, for a request that ends changes the number of rows and one that comes is injected.
+        Only for steps without the draft, on a device that the host waits for. A slot may change
+        hands meanwhile: its old owner's rows go first, for a request that ends changes the number
+        of rows and one that comes is injected.
 
         Args:
             features: [M, K*H].
@@ -245,10 +257,10 @@ class DraftForward:
         """
         rows = self._placed(features, positions, plan, columns)
         if self._pending and len(self._pending[0].locs) != len(rows.locs):
-            self._inject_pending()
+            self.inject_pending()
         self._pending.append(_Rows(*(values.clone() for values in rows)))  # of kept buffers
         if len(self._pending) >= _MOST_PENDING:
-            self._inject_pending()
+            self.inject_pending()
 
     def _placed(
         self,
@@ -261,7 +273,8 @@ class DraftForward:
         # Tensor parallelism may have padded the forward's rows.
         return _Rows(features[: locs.shape[0]], positions, locs)
 
-    def _inject_pending(self) -> None:
+    def inject_pending(self) -> None:
+        """Inject what waits; `propose` and `inject` do so first, too."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []

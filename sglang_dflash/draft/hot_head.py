@@ -6,12 +6,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from torch.nn import functional
 
 from sglang_dflash.cpu.linear import PackedEmbeddingMethod, PackedWeight, packed_linear
 
-__all__ = ["HotHead"]
+__all__ = ["HotHead", "note_weight_update"]
+
+_updates = [0]  # of weights since the start
+
+
+def note_weight_update() -> None:
+    """Say that a model's weights were written: SGLang does so where no version counts it."""
+    _updates[0] += 1
 
 
 class HotHead:
@@ -28,20 +36,11 @@ class HotHead:
         """Cut the rows out.
 
         Args:
-            head: the target's output head, unquantised.
+            head: the target's output head; `can_cut` holds.
             token_map: [K] int64, rising.
             tp_size: ranks that the head is split over.
-
-        Raises:
-            ValueError: the head is quantised.
         """
-        weight = getattr(head, "weight", None)
-        if weight is None or not weight.is_floating_point():
-            raise ValueError(
-                "--speculative-token-map: the target's output head is quantised, so its rows "
-                "cannot be taken one by one: leave the option out"
-            )
-        self._head = head
+        self._head, weight = head, head.weight
         first = head.shard_indices.org_vocab_start_index
         owners = token_map // head.num_embeddings_per_partition
         counts = owners.bincount(minlength=tp_size)
@@ -55,15 +54,20 @@ class HotHead:
             self._bias[len(own) :] = float("-inf")
         self._product, self._version = self._cut()
 
+    @staticmethod
+    def can_cut(head: VocabParallelEmbedding) -> bool:
+        """Whether the head's rows can be taken one by one: a quantised one's cannot."""
+        return isinstance(head.quant_method, UnquantizedEmbeddingMethod)
+
     def project(self, rows: torch.Tensor) -> torch.Tensor:
         """Return [R, k] logits of hidden rows [R, H]."""
-        if self._head.weight._version != self._version:  # the weights were updated in place
+        if self._version != _updates[0]:
             self._product, self._version = self._cut()
         return self._product(rows.to(self._head.weight.dtype))
 
     def _cut(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], int]:
         weight = self._head.weight.detach()[self._rows]
-        version = self._head.weight._version
+        version = _updates[0]
         if isinstance(self._head.quant_method, PackedEmbeddingMethod):
             packed = PackedWeight(weight)
             return lambda rows: packed_linear(rows, packed.tensor, self._bias), version

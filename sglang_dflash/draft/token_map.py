@@ -10,7 +10,6 @@ what is never proposed is still drawn by the target.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -23,15 +22,15 @@ TOKEN_MAP_FILE = "token_map.pt"
 _FLAG = "--speculative-token-map"
 
 
-def token_map_of(draft_path: str, stated: str | None) -> str | None:
+def token_map_of(folder: Path, stated: str | None) -> str | None:
     """Return which token map serves: the option's, else the one in the draft's folder, else none.
 
     Args:
-        draft_path: `--speculative-draft-model-path`.
+        folder: the draft's, local.
         stated: `--speculative-token-map`.
     """
-    own = os.path.join(draft_path, TOKEN_MAP_FILE)
-    return stated or (own if os.path.isfile(own) else None)
+    own = folder / TOKEN_MAP_FILE
+    return stated or (str(own) if own.is_file() else None)
 
 
 def write_token_map(folder: Path, tokens: torch.Tensor) -> None:
@@ -54,7 +53,7 @@ def read_token_map(path: str, vocab_size: int) -> torch.Tensor:
 
     try:
         tokens = load_token_map(path).flatten()
-    except (OSError, ValueError, TypeError, RuntimeError, UnpicklingError) as error:
+    except (OSError, EOFError, ValueError, TypeError, RuntimeError, UnpicklingError) as error:
         raise ValueError(
             f"{_FLAG} {path}: no list of token ids can be read from it ({error}); it is what "
             f"torch.save wrote, as `sglang-dflash train` leaves {TOKEN_MAP_FILE} beside a draft"

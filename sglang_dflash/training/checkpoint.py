@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
-from sglang_dflash.draft.token_map import write_token_map
+from sglang_dflash.draft.checkpoint import draft_folder
+from sglang_dflash.draft.token_map import TOKEN_MAP_FILE, write_token_map
 from sglang_dflash.training.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from sglang_dflash.training.model import BlockDraft
 
-__all__ = ["Resumed", "export_draft", "load_state", "save_state", "state_path"]
+__all__ = ["Resumed", "export_draft", "known_tokens", "load_state", "save_state", "state_path"]
 
 
 class Resumed(NamedTuple):
@@ -91,8 +92,26 @@ def load_state(
     return Resumed(state["step"], state["metrics"])
 
 
+def known_tokens(seen: torch.Tensor, earlier: str | None) -> torch.Tensor | None:
+    """Return the tokens that a draft has learnt to propose; None where that may be any.
+
+    Args:
+        seen: [k] int64, of its texts.
+        earlier: The draft that it goes on from, a folder or a Hub id; None where it is new.
+
+    Returns:
+        [k'] int64: those seen, and those in the earlier draft's map; without a map, None.
+    """
+    if earlier is None:
+        return seen
+    path = draft_folder(earlier) / TOKEN_MAP_FILE
+    if not path.is_file():
+        return None
+    return torch.cat([seen, torch.tensor(torch.load(path, weights_only=True))]).unique()
+
+
 def export_draft(
-    folder: Path, draft: BlockDraft, config: dict[str, Any], seen: torch.Tensor
+    folder: Path, draft: BlockDraft, config: dict[str, Any], tokens: torch.Tensor | None
 ) -> None:
     """Write a draft that SGLang serves.
 
@@ -100,7 +119,7 @@ def export_draft(
         folder: Of config.json, model.safetensors and the token map.
         draft: The weights, written in the type that the config names.
         config: The config.json.
-        seen: [k] int64, the tokens of the texts: those that the draft has learnt to propose.
+        tokens: [k] int64, from `known_tokens`; None writes no token map.
     """
     dtype = getattr(torch, config["dtype"])
     weights = {
@@ -112,4 +131,5 @@ def export_draft(
     unfinished.replace(folder / "model.safetensors")
     text = json.dumps(config, indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
-    write_token_map(folder, seen)
+    if tokens is not None:
+        write_token_map(folder, tokens)

@@ -143,6 +143,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
         target, tokenizer = _target(arguments.target, rank.device)
         config = draft_config_json(target, tokenizer, settings.draft)
         layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
+        draft = _first_draft(config, target, settings)
         quiet = arguments.quiet or not rank.is_first
         run.mkdir(parents=True, exist_ok=True)
         corpus = build_corpus(texts, target, tokenizer, settings.data, layer_ids, quiet=quiet)
@@ -151,7 +152,6 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
             return
         if rank.is_first:
             _write_recipe(run / "settings.json", arguments, settings)
-        draft = _first_draft(config, target, settings)
         embedding, head = embedding_of(target), head_of(target)
         del target  # its layers are done; the draft needs their memory
         trainer = Trainer(draft, embedding, head, corpus, settings, config, rank)

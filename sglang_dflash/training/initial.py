@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.checks import check_target
 from sglang_dflash.draft.config import DraftConfig, build_target_layer_ids
 from sglang_dflash.draft.rope import RopeSettings
@@ -137,13 +138,13 @@ def continued_draft(config: dict[str, Any], folder: str) -> BlockDraft:
 
     Args:
         config: From `draft_config_json`; its block size may be another.
-        folder: Of the earlier draft.
+        folder: Of the earlier draft, or its Hub id.
 
     Raises:
         SettingsError: the earlier draft reads other features or has another shape.
         UnsupportedCheckpoint: the folder holds no plain DFlash draft.
     """
-    earlier = load_draft(folder, torch.float32)
+    earlier = load_draft(draft_folder(folder, weights=True), torch.float32)
     draft = BlockDraft(DraftConfig.from_dict(config, source="the new draft"))
     own, found = (dataclasses.asdict(each.config) for each in (draft, earlier))
     differing = [

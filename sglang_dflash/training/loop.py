@@ -15,7 +15,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from sglang_dflash.training.batches import Order, draw_batch
-from sglang_dflash.training.checkpoint import Resumed, export_draft, load_state, save_state
+from sglang_dflash.training.checkpoint import (
+    Resumed,
+    export_draft,
+    known_tokens,
+    load_state,
+    save_state,
+)
 from sglang_dflash.training.history import History
 from sglang_dflash.training.measure import measure
 from sglang_dflash.training.objective import BlockLoss
@@ -59,8 +65,9 @@ class Trainer:
         self._rank = rank
         self._corpus = corpus
         train = settings.train
-        self._seen = corpus.vocabulary(corpus.split(held_out=False))
-        vocabulary = self._seen.to(rank.device) if train.softmax_vocabulary == "seen" else None
+        seen = corpus.vocabulary(corpus.split(held_out=False))
+        vocabulary = seen.to(rank.device) if train.softmax_vocabulary == "seen" else None
+        self._tokens = known_tokens(seen, settings.draft.init_from_draft)
         self._head = head.to(rank.device)
         self._loss = BlockLoss(
             self._draft, embedding.to(rank.device), self._head, train, vocabulary
@@ -112,7 +119,7 @@ class Trainer:
             if _is_due(step + 1, train.checkpoint_every, train.steps) and self._rank.is_first:
                 place = Resumed(step + 1, metrics)
                 save_state(folder, self._draft, self._optimizer, place, identity)
-                export_draft(out, self._draft, self._config, self._seen)
+                export_draft(out, self._draft, self._config, self._tokens)
             if after_step is not None:
                 after_step(step + 1)
         history.close()

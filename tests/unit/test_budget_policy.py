@@ -27,6 +27,12 @@ def measured(row_seconds: float, **limits: int) -> MeasuredWidths:
     return MeasuredWidths(controller, Calibrator(BLOCK_SIZE))
 
 
+@pytest.fixture(autouse=True)
+def frozen_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of these tests takes time, unless it says so: prices stay as measured."""
+    monkeypatch.setattr("sglang_dflash.budget.policy.time.perf_counter", lambda: 100.0)
+
+
 def facts(iteration: int, n: int = REQUESTS, *, after_idle: bool = False) -> StepFacts:
     """A step of n requests."""
     return StepFacts(n, 64 * n, iteration, after_idle)
@@ -40,6 +46,7 @@ def run(policy: MeasuredWidths, steps: int, acceptance: float) -> list[list[int]
     history = []
     for step in range(steps):
         width = policy.draft_width(facts(2 * step))  # a gap each time: these seconds mean nothing
+        policy.draft_begins()
         widths = policy.widths(confidence[:, : width - 1] if width > 1 else None, sampled)
         rows = Rows.of(widths, BLOCK_SIZE, "cpu")
         kept = torch.rand(confidence.shape, generator=generator) < acceptance
@@ -56,7 +63,8 @@ def test_a_fixed_width_is_for_all() -> None:
 
 
 def test_rows_that_cost_nothing_and_are_accepted_are_verified() -> None:
-    assert run(measured(row_seconds=0.0), 60, acceptance=0.9)[-1] == [BLOCK_SIZE] * REQUESTS
+    history = run(measured(row_seconds=0.0), 60, acceptance=0.9)
+    assert history.count([BLOCK_SIZE] * REQUESTS) > 40, "all but a few that time plain decoding"
 
 
 def test_a_draft_that_never_helps_is_hardly_ever_run() -> None:
@@ -83,6 +91,7 @@ def test_only_a_step_that_the_next_follows_at_once_is_timed(
     cost = policy.controller.cost
     width = policy.draft_width(facts(7))
     assert width > 1
+    policy.draft_begins()
     now[0] += 0.003
     confidence = torch.full((REQUESTS, width - 1), 0.5)
     drafts_before = cost.samples("draft", REQUESTS, REQUESTS * width)
@@ -101,6 +110,8 @@ def test_the_parts_of_a_step_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> No
     policy = measured(row_seconds=0.001)
     monkeypatch.setattr(policy.controller.cost, "observe", lambda *args: seen.append(args))
     width = policy.draft_width(facts(7))
+    now[0] += 0.5  # what was late from steps before belongs to none of the parts
+    policy.draft_begins()
     now[0] += 0.003
     confidence = torch.full((REQUESTS, width - 1), 0.5)
     widths = policy.widths(confidence, torch.zeros(REQUESTS, dtype=torch.bool))

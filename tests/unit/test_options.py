@@ -91,3 +91,10 @@ def test_bounds_that_cross_are_refused(config: Any) -> None:
         Options.read({"SGLANG_DFLASH_MIN_WIDTH": "3"}, config(max_width=2))
     with pytest.raises(ValueError, match=r"LONGEST_PAUSE .* is 3, below .*SHORTEST_PAUSE"):
         Options.read({}, config(longest_pause=3))
+
+
+@pytest.mark.parametrize("key", ["MIN_WIDTH", "MAX_WIDTH", "EXPLORATION"])
+def test_a_fixed_budget_has_nothing_to_tune(key: str) -> None:
+    value = "0.02" if key == "EXPLORATION" else "3"
+    with pytest.raises(ValueError, match="the budget is fixed, so whole blocks are verified"):
+        Options.read({"SGLANG_DFLASH_BUDGET": "fixed", f"SGLANG_DFLASH_{key}": value})
