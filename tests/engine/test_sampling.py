@@ -109,7 +109,7 @@ def test_a_wrong_rule_would_be_seen(
     plain: Any, served: Any, rule: Path, ids: list[int], mutant: str
 ) -> None:
     rule.write_text(mutant)
-    wrong = texts(served, ids, samples=max(1000, SAMPLES // 4))
+    wrong = texts(served, ids, samples=max(1500, SAMPLES // 4))
     rule.write_text("right")
     assert min(p_value(plain[0], wrong, kind) for kind in KINDS if kind != "greedy") < ALPHA
 

@@ -57,7 +57,8 @@ class _RandomWidths(policy.FixedWidth):
 
     def draft_width(self, facts: policy.StepFacts) -> int:
         widest = super().draft_width(facts)
-        return self._random.randint(2, widest) if self._random.random() < 0.8 else 1
+        narrow = self._random.randint(2, widest)
+        return self._random.choice([1, narrow, narrow, widest, widest])
 
     def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
         most = 1 if confidence is None else confidence.shape[1] + 1
