@@ -44,11 +44,12 @@ def test_the_environment_is_read() -> None:
 
 def test_the_file_sets_every_key_but_who_serves(config: Any) -> None:
     asked = {
-        "budget": "fixed", "min_width": 2, "max_width": 4, "margin": 0, "exploration": 0.5,
+        "budget": "measured", "min_width": 2, "max_width": 4, "margin": 0, "exploration": 0.5,
         "min_steps": 7, "shortest_pause": 3, "longest_pause": 30,
     }  # fmt: skip
     pacing = Pacing(margin=0.0, min_steps=7, exploration=0.5, shortest_pause=3, longest_pause=30)
-    assert Options.read({}, config(**asked)) == Options("plugin", "fixed", 2, 4, pacing)
+    assert Options.read({}, config(**asked)) == Options("plugin", "measured", 2, 4, pacing)
+    assert Options.read({}, config(budget="fixed")) == Options("plugin", "fixed")
     with pytest.raises(ValueError, match="does not know 'worker'"):
         Options.read({}, config(worker="upstream"))
 
