@@ -28,13 +28,6 @@ _PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrches
 _META_INFO = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 )
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-_UPDATES = (
-    "update_weights_from_disk",
-    "update_weights_from_tensor",
-    "load_weights_from_distributed",
-    "update_weights_from_ipc",
-)
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
@@ -78,6 +71,8 @@ def _register_hooks() -> None:
     from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from sglang_dflash.seams import WEIGHT_UPDATES
+
     register_resolution_hook("handle_speculative_decoding")(_resolve_arguments)
     HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
     HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
@@ -85,8 +80,8 @@ def _register_hooks() -> None:
     HookRegistry.register(_META_INFO, _tell_acceptance, HookType.AROUND)
     HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
     HookRegistry.register(_PENALTIES, _penalise_in_order, HookType.AROUND)
-    for method in _UPDATES:
-        HookRegistry.register(f"{_UPDATER}.{method}", _note_update, HookType.AFTER)
+    for update in WEIGHT_UPDATES:
+        HookRegistry.register(update, _note_update, HookType.AFTER)
     for target, hook, kind in _cpu_hooks():
         HookRegistry.register(target, hook, HookType(kind))
 

@@ -30,6 +30,15 @@ _SPEC = _SRT + "speculative."
 _POOL = _SRT + "mem_cache."
 _RUN = _SRT + "model_executor."
 
+_UPDATER = _RUN + "model_runner_components.weight_updater.WeightUpdater."
+# Ways to change weights: those that process nothing after loading, and all.
+IN_PLACE_UPDATES = (
+    _UPDATER + "update_weights_from_tensor",
+    _UPDATER + "load_weights_from_distributed",
+    _UPDATER + "update_weights_from_ipc",
+)
+WEIGHT_UPDATES = (_UPDATER + "update_weights_from_disk", *IN_PLACE_UPDATES)
+
 SEAMS: tuple[Seam, ...] = (
     # hooks (plugin.py)
     Seam(_SRT + "plugins.hook_registry.HookRegistry.register", ("target", "hook", "hook_type")),
@@ -47,15 +56,7 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "meta_info", "recv_obj", "i"),
     ),
     Seam(_POOL + "allocation_sizing.get_req_to_token_extra_context_len", ()),
-    *(
-        Seam(f"{_RUN}model_runner_components.weight_updater.WeightUpdater.{method}")
-        for method in (
-            "update_weights_from_disk",
-            "update_weights_from_tensor",
-            "load_weights_from_distributed",
-            "update_weights_from_ipc",
-        )
-    ),
+    *map(Seam, WEIGHT_UPDATES),
     # sampling (corrections.py, verify/)
     Seam(
         _SRT + "layers.sampler.Sampler._sample_from_probs",

@@ -58,9 +58,9 @@ def width_policy(
         block_size: B.
         max_requests: most requests that run together.
     """
-    limits = Limits(block_size, options.min_width, options.max_width)
     if options.budget == "fixed":
         return FixedWidth(block_size)
+    limits = Limits(block_size, options.min_width, options.max_width)
     if not isinstance(runner.attn_backend, CpuAttentionBackend):
         logger.info(
             "DFLASH verifies whole blocks: unequal widths are tested on the CPU's attention alone"

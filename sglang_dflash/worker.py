@@ -149,8 +149,13 @@ class DFlashWorker(BaseSpecWorker):
         new_seq_lens = prefix_lens + verdict.num_committed
         if on_publish is not None:
             on_publish(new_seq_lens)
-        inject = self._draft.inject_later if proposal.is_empty else self._draft.inject
-        inject(verified.features, rows.take(block.positions), plan, rows.columns)
+        self._draft.inject(
+            verified.features,
+            rows.take(block.positions),
+            plan,
+            rows.columns,
+            later=proposal.is_empty,
+        )
         self._policy.settle(rows, verdict.num_committed - 1)
         return GenerationBatchResult(
             logits_output=verified.result.logits_output,

@@ -22,11 +22,11 @@ from sglang_dflash.budget.planner import (
 )
 from sglang_dflash.budget.surface import half_octaves
 
-__all__ = ["BudgetController", "Step", "draft_widths"]
+__all__ = ["LEARN_FROM", "BudgetController", "Step", "draft_widths"]
 
 Array = NDArray[np.float64]
 
-_LEARN_FROM = 8  # request-steps that are learnt from together
+LEARN_FROM = 8  # request-steps learnt from together: an update takes as long for one as for many
 _FRESH = 4  # steps for which prices are kept: to work them out takes a per cent of a short step
 _PLAIN_PAUSE = 32  # steps between two that time plain decoding while drafting, at least
 
@@ -196,10 +196,10 @@ class BudgetController:
         if drafting != before:
             self._looks = self._plain_checks = 0
         self._since_plain += 1
-        if drafting and self._checks_plain_now(n):
+        if drafting and self._checks_plain_now():
             self._step = Step(1, explores=True)
             return self._step
-        explores = self._looks_now(n, drafting)
+        explores = self._looks_now(drafting)
         width = 1
         if drafting or explores:
             width = self._wider_draft if drafting and explores else self._prices.best_width
@@ -239,7 +239,7 @@ class BudgetController:
         if self._chances and self._chances[0].shape[1] != chances.shape[1]:
             self._learn_now()
         self._chances.append(chances)
-        if sum(map(len, self._chances)) >= _LEARN_FROM:
+        if sum(map(len, self._chances)) >= LEARN_FROM:
             self._learn_now()
 
     def _learn_now(self) -> None:
@@ -257,7 +257,7 @@ class BudgetController:
         look, self._look = self._look, None
         gained = int(np.maximum(num_accepted - (look.usual_widths - 1), 0).sum())
         saved = gained * look.seconds_per_token - look.extra_seconds
-        self._purse.earn(saved, self._look_price(len(num_accepted), self._switch.drafting))
+        self._purse.earn(saved, self._look_price(self._switch.drafting))
 
     @property
     def explores(self) -> bool:
@@ -297,13 +297,13 @@ class BudgetController:
         ahead = self._prices.best
         return worth_drafting(ahead.tokens, ahead.seconds, self._prices.plain, self._prices.n)
 
-    def _looks_now(self, n: int, drafting: bool) -> bool:
+    def _looks_now(self, drafting: bool) -> bool:
         """Return whether this step looks, and pay for it."""
         if self.limits.min_width == self.limits.widest:  # nothing to choose
             return False
         self._since_look += 1
-        price = self._look_price(n, drafting)
-        self._purse.save(self._usual_seconds(n, drafting))
+        price = self._look_price(drafting)
+        self._purse.save(self._usual_seconds(drafting))
         pause = min(self._pacing.shortest_pause << min(self._looks, 16), self._pacing.longest_pause)
         least = self._pacing.shortest_pause if drafting else 1
         affords = self._since_look >= least and self._purse.affords(price)
@@ -314,13 +314,13 @@ class BudgetController:
         self._looks += 1
         return True
 
-    def _checks_plain_now(self, n: int) -> bool:
+    def _checks_plain_now(self) -> bool:
         """Return whether this step measures plain decoding, whose price drafting rests on."""
         if self._plain_is_barred:
             return False
-        usual = self._usual_seconds(n, drafting=True)
+        usual = self._usual_seconds(drafting=True)
         self._plain_purse.save(usual)
-        price = max(self._prices.plain - n / self._prices.best.best_rate, 0.0)
+        price = max(self._prices.plain - self._prices.n / self._prices.best.best_rate, 0.0)
         pause = min(self._pacing.shortest_pause << min(self._plain_checks, 16), _PLAIN_PAUSE)
         if self._since_plain < pause or not self._plain_purse.affords(price):
             return False
@@ -329,7 +329,7 @@ class BudgetController:
         self._plain_checks += 1
         return True
 
-    def _look_price(self, n: int, drafting: bool) -> float:
+    def _look_price(self, drafting: bool) -> float:
         """Return the seconds that a look takes beyond a usual step, at least 0."""
         ahead = self._prices.best
         if drafting:
@@ -337,9 +337,9 @@ class BudgetController:
             look = wide.seconds[wide.wider(ahead.best)]
         else:
             look = ahead.seconds[ahead.wider(0)]
-        return max(float(look) - self._usual_seconds(n, drafting), 0.0)
+        return max(float(look) - self._usual_seconds(drafting), 0.0)
 
-    def _usual_seconds(self, n: int, drafting: bool) -> float:
+    def _usual_seconds(self, drafting: bool) -> float:
         ahead = self._prices.best
         return float(ahead.seconds[ahead.best]) if drafting else self._prices.plain
 
@@ -353,5 +353,5 @@ class BudgetController:
         else:
             usual, seconds = np.ones_like(plan.widths), self._prices.plain
             pace = seconds / n
-        extra = looked.expected_seconds - seconds - self._look_price(n, drafting)
+        extra = looked.expected_seconds - seconds - self._look_price(drafting)
         return _Look(usual, pace, extra)

@@ -10,13 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from sglang_dflash.budget.calibration import Calibrator
-from sglang_dflash.budget.controller import BudgetController
+from sglang_dflash.budget.controller import LEARN_FROM, BudgetController
 from sglang_dflash.verify.rows import Rows
 
 __all__ = ["FixedWidth", "Judged", "Latest", "MeasuredWidths", "StepFacts", "WidthPolicy"]
-
-# Request-steps that are learnt from together: an update takes as long for one as for many.
-_LEARN_FROM = 8
 
 
 class StepFacts(NamedTuple):
@@ -118,10 +115,10 @@ class Latest(NamedTuple):
 class MeasuredWidths(WidthPolicy):
     """The widths that pay by measured step times and calibrated chances.
 
-    The draft's part of a step is timed from its begin to the choice of widths; the
-    rest is what lies between two steps' starts beyond that, so that it has everything that a step
-    costs, the scheduler's part included. It is dropped where something else came between. Both are
-    the host's time: for devices that the host waits for.
+    The draft's part of a step is timed from its begin to the choice of widths; the rest is what
+    lies between two steps' starts beyond that, so that it has everything that a step costs, the
+    scheduler's part included. It is dropped where something else came between. Both are the host's
+    time: for devices that the host waits for.
     """
 
     wants_confidence = True
@@ -186,7 +183,7 @@ class MeasuredWidths(WidthPolicy):
         self._settled.append(
             (F.pad(confidence, (0, unseen), value=0.5), sampled, rows.widths, num_accepted)
         )
-        if sum(len(each[1]) for each in self._settled) >= _LEARN_FROM:
+        if sum(len(each[1]) for each in self._settled) >= LEARN_FROM:
             self.calibrator.update(*map(torch.cat, zip(*self._settled, strict=True)))
             self._settled.clear()
 

@@ -13,6 +13,7 @@ from sglang_dflash.cpu.linear import repack_linear_layers
 from sglang_dflash.cpu.memory import assign_req_to_token_pool
 from sglang_dflash.cpu.operators import softcap_logits
 from sglang_dflash.noise import murmur_hash32
+from sglang_dflash.seams import IN_PLACE_UPDATES
 
 __all__ = ["HOOKS"]
 
@@ -78,8 +79,6 @@ def _keep_operators(runner: Any) -> None:
     """
 
 
-_UPDATER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
-
 HOOKS: list[tuple[str, Any, str]] = [
     (
         "sglang.srt.mem_cache.allocation.assign_req_to_token_pool_func",
@@ -100,7 +99,5 @@ HOOKS: list[tuple[str, Any, str]] = [
         _share_of_memory,
         "around",
     ),
-    (f"{_UPDATER}.update_weights_from_tensor", _repack, "after"),
-    (f"{_UPDATER}.load_weights_from_distributed", _repack, "after"),
-    (f"{_UPDATER}.update_weights_from_ipc", _repack, "after"),
+    *((update, _repack, "after") for update in IN_PLACE_UPDATES),
 ]

@@ -172,6 +172,8 @@ class DraftForward:
     ) -> Proposal:
         """Return proposals for the mask rows of `block`: the best tokens, or drawn where sampled.
 
+        Where context may wait, `inject_pending` comes before.
+
         Writes the rows' own K/V into the draft pool; `inject` overwrites it with the context's.
 
         Args:
@@ -186,7 +188,6 @@ class DraftForward:
             Proposals for all B-1 mask rows, those beyond `rows` empty; their confidence, without
             the empty ones.
         """
-        self.inject_pending()
         width = rows.widths_cpu[0]
         taken = VerifyRows(*(rows.take(values) for values in block))
         spec_info = self._spec_info(width)
@@ -220,6 +221,8 @@ class DraftForward:
         positions: torch.Tensor,
         plan: KVLocPlan,
         columns: torch.Tensor | None = None,
+        *,
+        later: bool = False,
     ) -> None:
         """Turn context features [M, K*H] at `positions` [M] into the draft's K/V.
 
@@ -231,50 +234,26 @@ class DraftForward:
             positions: [M] int64.
             plan: where the K/V goes.
             columns: [M] int64, the rows' places in the plan's window; None where it is theirs.
+            later: wait for a few steps to go together, or for `inject_pending`. Only for steps
+                without the draft, on a device that the host waits for. A slot may change hands
+                meanwhile: its old owner's rows go first, for a request that ends changes the
+                number of rows and one that comes is injected at once.
         """
-        self.inject_pending()
-        rows = self._placed(features, positions, plan, columns)
-        self._model.inject(*rows, self._runner.token_to_kv_pool)
-
-    def inject_later(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        plan: KVLocPlan,
-        columns: torch.Tensor | None = None,
-    ) -> None:
-        """Inject before the draft runs again, a few steps in one go.
-
-        Only for steps without the draft, on a device that the host waits for. A slot may change
-        hands meanwhile: its old owner's rows go first, for a request that ends changes the number
-        of rows and one that comes is injected.
-
-        Args:
-            features: [M, K*H].
-            positions: [M] int64.
-            plan: where the K/V goes.
-            columns: [M] int64, the rows' places in the plan's window; None where it is theirs.
-        """
-        rows = self._placed(features, positions, plan, columns)
-        if self._pending and len(self._pending[0].locs) != len(rows.locs):
+        locs = plan.write_ids(self._runner.kv_index_translator, cols=columns)
+        # Tensor parallelism may have padded the forward's rows.
+        rows = _Rows(features[: locs.shape[0]], positions, locs)
+        if not later:
+            self.inject_pending()
+            self._model.inject(*rows, self._runner.token_to_kv_pool)
+            return
+        if self._pending and len(self._pending[0].locs) != len(locs):
             self.inject_pending()
         self._pending.append(_Rows(*(values.clone() for values in rows)))  # of kept buffers
         if len(self._pending) >= _MOST_PENDING:
             self.inject_pending()
 
-    def _placed(
-        self,
-        features: torch.Tensor,
-        positions: torch.Tensor,
-        plan: KVLocPlan,
-        columns: torch.Tensor | None,
-    ) -> _Rows:
-        locs = plan.write_ids(self._runner.kv_index_translator, cols=columns)
-        # Tensor parallelism may have padded the forward's rows.
-        return _Rows(features[: locs.shape[0]], positions, locs)
-
     def inject_pending(self) -> None:
-        """Inject what waits; `propose` and `inject` do so first, too."""
+        """Inject what waits; it must not wait when the draft runs."""
         if not self._pending:
             return
         pending, self._pending = self._pending, []

@@ -16,6 +16,7 @@ from sglang_dflash.verify import accept
 __all__ = ["register"]
 
 _right = accept.accept_block
+_inject = DraftForward.inject
 
 
 def register() -> None:
@@ -27,8 +28,7 @@ def register() -> None:
     if "DFLASH_PLAIN_STEPS" in os.environ:
         policy.FixedWidth = _MostlyPlain  # type: ignore[misc]
     if "DFLASH_LATER" in os.environ:
-        later = {"at once": DraftForward.inject, "never": lambda *_: None}
-        DraftForward.inject_later = later[os.environ["DFLASH_LATER"]]  # type: ignore[method-assign]
+        DraftForward.inject = _never_late  # type: ignore[method-assign]
 
 
 def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
@@ -44,6 +44,12 @@ def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
         return right._replace(last_law=target_probs[row_starts + right.num_accepted])
     assert name == "right", name
     return right
+
+
+def _never_late(self, *arguments, later=False):
+    """Inject at once what could wait, or never."""
+    if not later or os.environ["DFLASH_LATER"] == "at once":
+        _inject(self, *arguments)
 
 
 class _RandomWidths(policy.FixedWidth):
