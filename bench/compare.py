@@ -32,6 +32,8 @@ from typing import Any
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
+from bench.config import Load
+from bench.plan import answer_lengths
 from bench.prompts import encode
 from bench.random_draft import write_random_draft
 from sglang_dflash.demo.model import bundled_draft, ensure_target
@@ -112,6 +114,7 @@ def measure(children: list[Child], args: argparse.Namespace, target: Path) -> li
     lines = (HERE / "data/prompts.jsonl").read_text().splitlines()
     tokenizer = AutoTokenizer.from_pretrained(target)
     prompts = [encode(tokenizer, json.loads(line)["prompt"], {}) for line in lines]
+    asked = Load(max_new_tokens=args.max_new_tokens, random_range_ratio=args.random_range_ratio)
     records = []
     points = [(r, c) for r in range(args.rounds + 1) for c in args.concurrency]
     if args.warmup_steps:  # one concurrency after the other, each with a warm-up of its own
@@ -119,6 +122,7 @@ def measure(children: list[Child], args: argparse.Namespace, target: Path) -> li
     for round_number, concurrency in tqdm(points, desc="rounds"):
         count = concurrency * args.answers_per_slot
         first = round_number * count
+        lengths = answer_lengths(asked, count, round_number)
         batch = [prompts[(first + i) % len(prompts)] for i in range(count)]
         if round_number == 0:
             warm_up(children, batch, concurrency, args)
@@ -128,7 +132,7 @@ def measure(children: list[Child], args: argparse.Namespace, target: Path) -> li
                 {
                     "prompts": batch,
                     "concurrency": concurrency,
-                    "max_new_tokens": args.max_new_tokens,
+                    "lengths": lengths,
                     "temperature": args.temperature,
                 }
             )
@@ -152,7 +156,7 @@ def warm_up(
                 {
                     "prompts": batch[:concurrency],
                     "concurrency": concurrency,
-                    "max_new_tokens": left,
+                    "lengths": [left] * concurrency,
                     "temperature": 0.0,
                 }
             )
@@ -235,6 +239,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=numbers, default=[1, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument(
+        "--random-range-ratio",
+        type=float,
+        default=0.5,
+        help="an answer's length is drawn from this share of --max-new-tokens up to all of it",
+    )
     parser.add_argument(
         "--answers-per-slot",
         type=int,

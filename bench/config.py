@@ -97,7 +97,11 @@ class Load:
         prompts_per_slot: And at least so many for each request under way.
         rate_seconds: An open-loop point has arrivals for about so long.
         max_new_tokens: Longest answer.
-        ignore_eos: Every answer has `max_new_tokens`, so that engines do equal work.
+        ignore_eos: Every answer has the length it was asked for, so that engines do equal work.
+        random_range_ratio: Lengths are drawn from this share of `max_new_tokens` up to all of it,
+            the same for every engine (`sglang.bench_serving` has the name and the meaning). At 1
+            the requests of a plain server end together and share their prefills for ever, as no
+            traffic does; those of one that speculates fall out of step at once.
         temperature: 0 is greedy.
         sampling: Further sampling parameters, as the server's API names them.
         chat_template: Further arguments of the chat template, as `enable_thinking`.
@@ -114,6 +118,7 @@ class Load:
     rate_seconds: float = 60.0
     max_new_tokens: int = 256
     ignore_eos: bool = True
+    random_range_ratio: float = 1.0
     temperature: float = 0.0
     sampling: dict[str, Any] = field(default_factory=dict)
     chat_template: dict[str, Any] = field(default_factory=dict)
@@ -129,6 +134,8 @@ class Load:
             values = getattr(self, name)
             if len(set(values)) != len(values) or any(value <= 0 for value in values):
                 raise ValueError(f"{name} {list(values)}: positive numbers, each once")
+        if not 0 < self.random_range_ratio <= 1:
+            raise ValueError(f"random_range_ratio {self.random_range_ratio}: above 0, at most 1")
         for name in ("min_prompts", "prompts_per_slot", "max_new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} {getattr(self, name)}: at least 1")

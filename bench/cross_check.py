@@ -72,7 +72,7 @@ def _check(recipe: Recipe, args: argparse.Namespace) -> int:
             print(shlex.join(theirs), flush=True)
             run_load(
                 target, ids[: args.concurrency], point.level, recipe.load,
-                max_new_tokens=args.max_new_tokens,
+                lengths=[args.max_new_tokens] * args.concurrency,
             )  # fmt: skip
             rounds = []
             for number in range(args.rounds):
@@ -89,7 +89,8 @@ def _ours(
 ) -> Figures:
     """Measure the point as a sweep does; tokens/s is of the whole run, as bench_serving's is."""
     flush_cache(target.server)
-    found = run_load(target, ids, point.level, recipe.load, max_new_tokens=args.max_new_tokens)
+    lengths = [args.max_new_tokens] * len(ids)
+    found = run_load(target, ids, point.level, recipe.load, lengths=lengths)
     if failed := [request.error for request in found if request.error is not None]:
         raise BenchError(f"{len(failed)} of {len(found)} requests failed: {failed[0]}")
     figures = measure(PointRecord(point, 0, "rss", True, "", tuple(found)))

@@ -60,11 +60,23 @@ Arrivals = AsyncIterator[DatasetRow]
 
 
 def run_load(
-    target: Target, prompts: Sequence[list[int]], level: Level, load: Load, *, max_new_tokens: int
+    target: Target,
+    prompts: Sequence[list[int]],
+    level: Level,
+    load: Load,
+    *,
+    lengths: Sequence[int],
 ) -> list[RequestRecord]:
     """Ask all prompts at one load level; return a record each, in the prompts' order.
 
     A request that fails is recorded with its error.
+
+    Args:
+        target: Who is asked.
+        prompts: Token ids of each.
+        level: The load.
+        load: How it is asked.
+        lengths: The most tokens of each answer.
 
     Raises:
         ServerDied: the server's process ended meanwhile.
@@ -72,7 +84,8 @@ def run_load(
     """
     serving.set_global_args(argparse.Namespace(**CLIENT_ARGUMENTS))
     with _tap() as chunks:
-        return asyncio.run(_watched(target, prompts, level, load, max_new_tokens, chunks))
+        rows = [DatasetRow(ids, len(ids), n) for ids, n in zip(prompts, lengths, strict=True)]
+        return asyncio.run(_watched(target, rows, level, load, chunks))
 
 
 def flush_cache(server: Server) -> None:
@@ -123,11 +136,11 @@ def _tap() -> Iterator[dict[int, tuple[Chunks, dict[str, Any]]]]:
 
 
 async def _watched(
-    target: Target, prompts: Sequence[list[int]], level: Level, load: Load, max_new_tokens: int,
+    target: Target, rows: Sequence[DatasetRow], level: Level, load: Load,
     seen: dict[int, tuple[Chunks, dict[str, Any]]],
 ) -> list[RequestRecord]:  # fmt: skip
     """Run the load beside a watch on the process: a dead server would leave requests waiting."""
-    work = asyncio.ensure_future(_ask_all(target, prompts, level, load, max_new_tokens))
+    work = asyncio.ensure_future(_ask_all(target, rows, level, load))
     deadline = time.monotonic() + load.point_timeout_s
     try:
         while not (await asyncio.wait({work}, timeout=WATCH_S))[0]:
@@ -153,22 +166,21 @@ async def _watched(
 
 
 async def _ask_all(
-    target: Target, prompts: Sequence[list[int]], level: Level, load: Load, max_new_tokens: int
+    target: Target, rows: Sequence[DatasetRow], level: Level, load: Load
 ) -> list[serving.RequestFuncOutput]:
     ask, url = _request_function(target.server)
-    slots = asyncio.Semaphore(level.concurrency or len(prompts))
+    slots = asyncio.Semaphore(level.concurrency or len(rows))
 
     async def one(row: DatasetRow) -> serving.RequestFuncOutput:
         async with slots:
             return await ask(
                 serving.RequestFuncInput(
                     prompt=row.prompt, api_url=url, prompt_len=row.prompt_len,
-                    output_len=max_new_tokens, model=target.model, lora_name="", image_data=None,
-                    extra_request_body=_body(target.server, load, max_new_tokens),
+                    output_len=row.output_len, model=target.model, lora_name="", image_data=None,
+                    extra_request_body=_body(target.server, load, row.output_len),
                 )
             )  # fmt: skip
 
-    rows = [DatasetRow(prompt, len(prompt), max_new_tokens) for prompt in prompts]
     np.random.seed(load.seed)  # SGLang draws the arrivals from numpy's global generator
     arrivals = serving.get_request(rows, level.request_rate or float("inf"))
     tasks = [asyncio.create_task(one(row)) async for row in arrivals]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from bench.config import Load, Recipe
 
-__all__ = ["Level", "Point", "Stage", "levels_of", "make_plan", "num_prompts", "point_seconds",
-           "total_seconds"]  # fmt: skip
+__all__ = ["Level", "Point", "Stage", "answer_lengths", "levels_of", "make_plan", "num_prompts",
+           "point_seconds", "total_seconds"]  # fmt: skip
 
 
 class Level(NamedTuple):
@@ -79,6 +81,19 @@ def num_prompts(load: Load, level: Level) -> int:
         return max(load.min_prompts, load.prompts_per_slot * level.concurrency)
     assert level.request_rate is not None
     return max(load.min_prompts, math.ceil(level.request_rate * load.rate_seconds))
+
+
+def answer_lengths(load: Load, count: int, repeat: int = 0) -> list[int]:
+    """Return how many tokens each of a point's answers may have: the same for every engine.
+
+    Args:
+        load: `random_range_ratio` of `max_new_tokens` is the shortest.
+        count: Answers.
+        repeat: Each repeat has lengths of its own.
+    """
+    shortest = max(1, int(load.max_new_tokens * load.random_range_ratio))
+    die = np.random.default_rng((load.seed, repeat))
+    return die.integers(shortest, load.max_new_tokens, endpoint=True, size=count).tolist()
 
 
 def point_seconds(recipe: Recipe, level: Level) -> float:

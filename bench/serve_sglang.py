@@ -11,15 +11,18 @@ import time
 from typing import Any
 
 
-async def answer(engine: Any, request: dict[str, Any], params: dict[str, Any]) -> list[Any]:
+async def answer(engine: Any, request: dict[str, Any]) -> list[Any]:
     """Return all answers, so many at a time: when one ends, the next begins."""
     slots = asyncio.Semaphore(request["concurrency"])
 
-    async def one(ids: list[int]) -> Any:
+    async def one(ids: list[int], length: int) -> Any:
+        params = {
+            "temperature": request["temperature"], "max_new_tokens": length, "ignore_eos": True
+        }  # fmt: skip
         async with slots:
             return await engine.async_generate(input_ids=ids, sampling_params=params)
 
-    return await asyncio.gather(*map(one, request["prompts"]))
+    return await asyncio.gather(*map(one, request["prompts"], request["lengths"]))
 
 
 def main() -> None:
@@ -33,13 +36,8 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         engine.flush_cache()
-        params = {
-            "temperature": request["temperature"],
-            "max_new_tokens": request["max_new_tokens"],
-            "ignore_eos": True,
-        }
         start = time.perf_counter()
-        outputs = engine.loop.run_until_complete(answer(engine, request, params))
+        outputs = engine.loop.run_until_complete(answer(engine, request))
         seconds = time.perf_counter() - start
         metas = [output["meta_info"] for output in outputs]
         reply = {

@@ -20,11 +20,12 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         prompts = [{"prompt_token_ids": ids} for ids in request["prompts"]]
-        params = vllm.SamplingParams(
-            temperature=request["temperature"],
-            max_tokens=request["max_new_tokens"],
-            ignore_eos=True,
-        )
+        params = [
+            vllm.SamplingParams(
+                temperature=request["temperature"], max_tokens=length, ignore_eos=True
+            )
+            for length in request["lengths"]
+        ]
         engine.reset_prefix_cache()
         start = time.perf_counter()
         outputs = engine.generate(prompts, params, use_tqdm=False)

@@ -18,7 +18,16 @@ from bench.folder import RunFolder
 from bench.load import Target, flush_cache, run_load
 from bench.machine import describe_machine, git_state, shareable, versions
 from bench.measures import measure
-from bench.plan import Level, Point, Stage, levels_of, make_plan, num_prompts, point_seconds
+from bench.plan import (
+    Level,
+    Point,
+    Stage,
+    answer_lengths,
+    levels_of,
+    make_plan,
+    num_prompts,
+    point_seconds,
+)
 from bench.promptsets import PromptSets
 from bench.records import PointRecord
 from bench.server import Server, free_port
@@ -147,7 +156,7 @@ class _Sweep:
         wave = self.prompts.some(level.concurrency or 1)
         records = run_load(
             target, wave, Level(concurrency=len(wave)), self.recipe.load,
-            max_new_tokens=self.recipe.load.warmup_tokens,
+            lengths=[self.recipe.load.warmup_tokens] * len(wave),
         )  # fmt: skip
         errors = [record.error for record in records if record.error is not None]
         if len(errors) == len(records):
@@ -168,9 +177,8 @@ class _Sweep:
         recipe = self.recipe
         prompts = self.prompts.of(point, num_prompts(recipe.load, point.level))
         flush_cache(target.server)
-        requests = run_load(
-            target, prompts, point.level, recipe.load, max_new_tokens=recipe.load.max_new_tokens
-        )
+        lengths = answer_lengths(recipe.load, len(prompts), point.repeat)
+        requests = run_load(target, prompts, point.level, recipe.load, lengths=lengths)
         if all(request.error is not None for request in requests):
             raise BenchError(f"{point.key}: every request failed: {requests[0].error}")
         memory, kind = target.server.memory_bytes()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from bench.config import Published, PublishedRow
+from bench.config import Load, Published, PublishedRow
 from bench.folder import StoredRun
 
 __all__ = ["Table", "as_markdown", "load_name", "machine_line", "published_tables",
@@ -84,13 +84,20 @@ def machine_line(run: StoredRun) -> str:
     )
 
 
+def _answers(load: Load) -> str:
+    if not load.ignore_eos:
+        return f"at most {load.max_new_tokens} tokens an answer"
+    lengths = sorted({int(load.max_new_tokens * load.random_range_ratio), load.max_new_tokens})
+    return f"exactly {' to '.join(map(str, lengths))} tokens an answer"
+
+
 def settings_line(run: StoredRun) -> str:
     """Return what a run asked of its servers."""
     load = run.recipe.load
     threads = run.manifest["machine"].get("environment", {})
     parts = [
         f"target {run.manifest.get('models', {}).get('target', run.recipe.target)}",
-        f"{'exactly' if load.ignore_eos else 'at most'} {load.max_new_tokens} tokens an answer",
+        _answers(load),
         "greedy" if load.temperature == 0 else f"temperature {load.temperature:g}",
         f"at least {load.min_prompts} requests a point and {load.prompts_per_slot} for each under "
         "way",

@@ -15,7 +15,15 @@ import pytest
 from bench.config import DatasetSpec, Expect, Recipe, load_recipe
 from bench.dryrun import describe_sweep
 from bench.errors import BenchError
-from bench.plan import Level, Point, levels_of, make_plan, num_prompts, point_seconds
+from bench.plan import (
+    Level,
+    Point,
+    answer_lengths,
+    levels_of,
+    make_plan,
+    num_prompts,
+    point_seconds,
+)
 from bench.prompts import WRAPPERS, load_prompts
 from bench.promptsets import PromptSets
 
@@ -155,3 +163,12 @@ def test_a_dry_run_says_commands_order_and_duration(recipe: Recipe, tmp_path: Pa
     assert "words: prompts.jsonl, 8 prompts, sha256 " in text
     assert "interleaved: plain fast fast plain" in text
     assert "8 points, 2 server starts, expected duration 0:0" in text
+
+
+def test_answers_have_lengths_that_no_engine_chooses(recipe: Recipe) -> None:
+    load = dataclasses.replace(recipe.load, max_new_tokens=40, random_range_ratio=0.25)
+    lengths = answer_lengths(load, 200)
+    assert (min(lengths), max(lengths)) == (10, 40)
+    assert lengths == answer_lengths(load, 200) != answer_lengths(load, 200, repeat=1)
+    same = dataclasses.replace(load, random_range_ratio=1.0)
+    assert set(answer_lengths(same, 50)) == {40}
