@@ -132,9 +132,8 @@ class _Look(NamedTuple):
 class BudgetController:
     """Decides step by step, from measured times and calibrated chances.
 
-    A step is `start` -> (draft ->) `plan`, or `num_rows` where the host must not see this step's
-    proposals -> verify -> `settle`, and `cost.observe` with the time of each part. `learn` takes
-    chances when they have reached the host, a step or two late on a GPU; `plan` does so itself.
+    A step is `start` -> (draft -> `plan`) -> verify -> `settle`, and `cost.observe` with the time
+    of each part.
 
     The draft width is chosen before the draft runs and bounds what can be verified: proposals that
     nobody will verify are not worth their rows and their logits.
@@ -215,7 +214,7 @@ class BudgetController:
             chances: [n, w-1], calibrated, w the step's draft width.
         """
         rate = self._prices.best.best_rate
-        self.learn(chances)
+        self._learn(chances)
         limits, seconds = self._limits_of(chances), self._prices.drafted(chances.shape[1] + 1)
         plan = plan_widths(chances, seconds, limits, rate)
         if not self._step.explores:
@@ -229,13 +228,8 @@ class BudgetController:
         self._look = self._look_of(plan, looked)
         return looked
 
-    def num_rows(self) -> int:
-        """Return M for the step that `start` decided to draft, without seeing its proposals."""
-        ahead = self._prices.outlooks[self._step.draft_width]
-        return int(ahead.rows[ahead.wider(ahead.best) if self._step.explores else ahead.best])
-
-    def learn(self, chances: Array) -> None:
-        """Take in the calibrated chances [n, w-1] of a step, when they are on the host."""
+    def _learn(self, chances: Array) -> None:
+        """Take in a step's calibrated chances [n, w-1], to learn from when there are enough."""
         if self._chances and self._chances[0].shape[1] != chances.shape[1]:
             self._learn_now()
         self._chances.append(chances)

@@ -15,7 +15,13 @@ from pickle import UnpicklingError
 
 import torch
 
-__all__ = ["TOKEN_MAP_FILE", "read_token_map", "token_map_of", "write_token_map"]
+__all__ = [
+    "TOKEN_MAP_FILE",
+    "own_token_map",
+    "read_token_map",
+    "token_map_of",
+    "write_token_map",
+]
 
 TOKEN_MAP_FILE = "token_map.pt"
 
@@ -31,6 +37,12 @@ def token_map_of(folder: Path, stated: str | None) -> str | None:
     """
     own = folder / TOKEN_MAP_FILE
     return stated or (str(own) if own.is_file() else None)
+
+
+def own_token_map(folder: Path) -> torch.Tensor | None:
+    """Return the map that `write_token_map` left in a draft's folder, [k] int64, or None."""
+    path = folder / TOKEN_MAP_FILE
+    return torch.tensor(torch.load(path, weights_only=True)) if path.is_file() else None
 
 
 def write_token_map(folder: Path, tokens: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from sglang_dflash.draft.checkpoint import draft_folder
-from sglang_dflash.draft.token_map import TOKEN_MAP_FILE, write_token_map
+from sglang_dflash.draft.token_map import own_token_map, write_token_map
 from sglang_dflash.training.settings import SettingsError
 
 if TYPE_CHECKING:
@@ -104,10 +104,8 @@ def known_tokens(seen: torch.Tensor, earlier: str | None) -> torch.Tensor | None
     """
     if earlier is None:
         return seen
-    path = draft_folder(earlier) / TOKEN_MAP_FILE
-    if not path.is_file():
-        return None
-    return torch.cat([seen, torch.tensor(torch.load(path, weights_only=True))]).unique()
+    own = own_token_map(draft_folder(earlier))
+    return None if own is None else torch.cat([seen, own]).unique()
 
 
 def export_draft(

@@ -13,7 +13,7 @@ from pairs import Pair
 
 sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for `engines`
 
-from drafts import knowing_draft, train
+from drafts import train
 
 _SETTINGS = """
 draft: {num_layers: 2, block_size: 8, target_layer_ids: [0, 1, 2]}
@@ -53,9 +53,3 @@ def made(llama_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config.write_text(_SETTINGS)
     assert train(llama_pair.target, folder / "draft", "--config", config) == 0
     return folder / "draft"
-
-
-@pytest.fixture(scope="session")
-def knowing(llama_pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A draft that knows a few texts by heart, block of 16."""
-    return knowing_draft(llama_pair, tmp_path_factory.mktemp("knowing"))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from pairs import MASK_TOKEN_ID, Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.token_map import write_token_map
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.hf.draft import load_draft
+from sglang_dflash.training.checkpoint import known_tokens
 from sglang_dflash.training.initial import (
     continued_draft,
     draft_config_json,
@@ -97,3 +100,13 @@ def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_
     config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
     with pytest.raises(SettingsError, match="another num_layers"):
         continued_draft(config, str(qwen3_pair.draft))
+
+
+def test_a_draft_that_goes_on_still_knows_the_earlier_ones_tokens(tmp_path: Path) -> None:
+    seen = torch.tensor([5, 3])
+    assert known_tokens(seen, None) is seen
+    assert known_tokens(seen, str(tmp_path)) is None
+    write_token_map(tmp_path, torch.tensor([9, 5]))
+    known = known_tokens(seen, str(tmp_path))
+    assert known is not None
+    assert known.tolist() == [3, 5, 9]

@@ -7,31 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from corpora import HIDDEN, NUM_FEATURES, config_of, random_draft
+from corpora import config_of, random_draft
+from masks import ANCHORS, BLOCK, CONFIGS, LENGTH, MUTANTS, TOLERANCE, inputs
 
 import sglang_dflash.training.model
 from sglang_dflash.hf import DraftContext, HFDraft
-from sglang_dflash.training.anchors import visible_rows
 from sglang_dflash.training.model import BlockDraft
-
-# Sums of different lengths group differently, so that the last bits may differ.
-TOLERANCE = 1e-12
-SLIDING = {
-    "layer_types": ["full_attention", "sliding_attention"],
-    "sliding_window": 6,
-    "use_sliding_window": True,
-}
-CONFIGS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "sliding": SLIDING,
-    "sliding, bidirectional": SLIDING | {"is_causal": False},
-    "interleaved rope": {"rope_is_neox_style": False},
-}
-LENGTH, BLOCK = 30, 5
-ANCHORS = torch.tensor(
-    [[1, 4, 5, 9, 17, 18, 19, 20, 21, 22, 23, 24, 25, 29], [2, 7, 11, *[-1] * 11]]
-)
 
 
 @pytest.fixture(autouse=True)
@@ -39,15 +20,6 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and rotations compute in float32; here they shall not hide what the mask does."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(sglang_dflash.training.model, "_GROUP_ROWS", 15)
-
-
-def inputs(seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return features [2, T, K*H] and embeddings [2, A, B, H]."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (2, LENGTH, NUM_FEATURES * HIDDEN)
-    features = torch.randn(shape, dtype=torch.float64, generator=generator)
-    shape = (*ANCHORS.shape, BLOCK, HIDDEN)
-    return features, torch.randn(shape, dtype=torch.float64, generator=generator)
 
 
 def by_decoding(
@@ -83,38 +55,7 @@ def test_blocks_side_by_side_equal_decoding_one_by_one(changes: dict[str, Any]) 
     assert greatest_difference(random_draft(config_of(**changes)).double()) <= TOLERANCE
 
 
-def shows_the_anchors_features(anchors: torch.Tensor, *sizes: int, **kind: Any) -> torch.Tensor:
-    shifted = torch.where(anchors >= 0, anchors + 1, anchors)
-    return visible_rows(shifted, *sizes, **kind)
-
-
-def hides_the_last_context_token(anchors: torch.Tensor, *sizes: int, **kind: Any) -> torch.Tensor:
-    return visible_rows(anchors - 1, *sizes, **kind)
-
-
-def lets_blocks_see_each_other(
-    anchors: torch.Tensor, context_len: int, block_size: int, **kind: Any
-) -> torch.Tensor:
-    mask = visible_rows(anchors, context_len, block_size, **kind)
-    mask[..., context_len:] = True
-    return mask
-
-
-def is_causal_in_the_block(
-    anchors: torch.Tensor, context_len: int, block_size: int, **kind: Any
-) -> torch.Tensor:
-    return visible_rows(anchors, context_len, block_size, **kind | {"causal": True})
-
-
-MUTANTS = [
-    shows_the_anchors_features,
-    hides_the_last_context_token,
-    lets_blocks_see_each_other,
-    is_causal_in_the_block,
-]
-
-
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)
 def test_the_comparison_sees_a_wrong_mask(mutant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_dflash.training.model, "visible_rows", mutant)
     assert greatest_difference(random_draft(config_of()).double()) > 1e-3

@@ -173,20 +173,9 @@ def test_rows_fall_as_requests_come() -> None:
     assert widths[0] > widths[1] > widths[2]
 
 
-def test_the_host_alone_plans_what_it_would_plan_with_the_proposals() -> None:
-    budget = controller()
-    run(budget, 8, 0.7, 100)
-    while not (step := budget.start(8)).drafts:
-        pass
-    expected = budget.num_rows() // (2 if step.explores else 1)
-    rows = [rows for kind, rows in run(budget, 8, 0.7, 3) if kind == "draft"]
-    assert rows[-1] == pytest.approx(expected, abs=1)
-
-
 def test_a_fixed_block_always_drafts_and_never_looks() -> None:
     budget = controller(Limits(BLOCK, BLOCK, BLOCK), draft=1.0)
     assert set(run(budget, 4, 0.0, 300)) == {("draft", 4 * BLOCK)}
-    assert budget.num_rows() == 4 * BLOCK
 
 
 def test_a_lower_width_bars_plain_decoding() -> None:

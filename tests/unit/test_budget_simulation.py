@@ -15,7 +15,6 @@ from sglang_dflash.budget.controller import BudgetController, draft_widths
 from sglang_dflash.budget.cost import CostModel, sweep_points
 from sglang_dflash.budget.pacing import LookPurse, Pacing
 from sglang_dflash.budget.planner import Limits
-from sglang_dflash.budget.rows import pick_widths
 
 BLOCK = 8
 MAX_REQUESTS = 32
@@ -86,13 +85,10 @@ class Record(NamedTuple):
 
 
 class Server:
-    """An engine with a verify budget; `on_device` plans without this step's proposals.
+    """An engine with a verify budget; `narrow` lets it choose the draft's width too."""
 
-    `narrow` lets the budget choose the draft's width too.
-    """
-
-    def __init__(self, engine: Engine, *, on_device: bool = False, narrow: bool = False) -> None:
-        self.engine, self.on_device = engine, on_device
+    def __init__(self, engine: Engine, *, narrow: bool = False) -> None:
+        self.engine = engine
         self.calibrator = Calibrator(BLOCK)
         cost = CostModel(MAX_REQUESTS, BLOCK)
         for point in sweep_points(MAX_REQUESTS, BLOCK):
@@ -117,11 +113,7 @@ class Server:
             )
             mine = torch.tensor(probs[:, : width - 1]), torch.zeros(n, dtype=torch.bool)
             chances = self.calibrator.chances(*mine).double().numpy()
-            if self.on_device:
-                widths = self.device_widths(chances)
-                self.budget.learn(chances)
-            else:
-                widths = self.budget.plan(chances).widths
+            widths = self.budget.plan(chances).widths
             num_accepted = np.minimum(engine.accepted(true), widths - 1)
             verified = np.arange(2, BLOCK + 1) <= widths[:, None]
             tokens += float((true.cumprod(axis=1) * verified).sum())
@@ -131,11 +123,6 @@ class Server:
         self.budget.cost.observe("target", n, rows, 0.0, engine.timed("target", n, rows))
         seconds += engine.seconds("target", n, rows)
         return Record(step.draft_width, rows, tokens, seconds, true.cumprod(axis=1).mean(axis=0))
-
-    def device_widths(self, chances: np.ndarray) -> np.ndarray:
-        """Pick the rows as the device does, from a number that the host chose before."""
-        survival = torch.tensor(chances).cumprod(dim=1)
-        return pick_widths(survival, self.budget.num_rows(), Limits(BLOCK)).numpy()
 
     def run(self, n: int, steps: int) -> list[Record]:
         """Decode `steps` times with n requests."""
@@ -159,10 +146,9 @@ def share_drafted(records: list[Record]) -> float:
     return sum(r.draft_width > 1 for r in records) / len(records)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("n", [1, 8, 32])
-def test_a_useless_draft_costs_little(n: int, on_device: bool) -> None:
-    server = Server(Engine(USELESS), on_device=on_device)
+def test_a_useless_draft_costs_little(n: int) -> None:
+    server = Server(Engine(USELESS))
     server.run(n, 200)
     records = server.run(n, 400)
     assert rate(records) >= 0.95 * server.engine.plain_rate(n)
@@ -180,19 +166,17 @@ def test_a_fixed_block_with_the_same_draft_loses(n: int) -> None:
         assert good.fixed_rate(n, BLOCK) < good.plain_rate(n)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("n", [1, 8, 32])
-def test_a_good_draft_serves_as_fast_as_the_best_fixed_width(n: int, on_device: bool) -> None:
-    server = Server(Engine(), on_device=on_device)
+def test_a_good_draft_serves_as_fast_as_the_best_fixed_width(n: int) -> None:
+    server = Server(Engine())
     server.run(n, 200)
     records = server.run(n, 400)
     assert rate(records) >= 0.97 * best_fixed_rate(server.engine, n, records)
 
 
-@pytest.mark.parametrize("on_device", [False, True])
-def test_follows_a_load_that_changes(on_device: bool) -> None:
+def test_follows_a_load_that_changes() -> None:
     """1 -> 32 -> 1 requests, with rows so dear that 32 requests decode plainly."""
-    server = Server(Engine(per_row=2.5e-3), on_device=on_device)
+    server = Server(Engine(per_row=2.5e-3))
     server.run(1, 200)
     for n, drafted in ((32, False), (1, True), (32, False), (1, True)):
         server.run(n, 50)

@@ -13,7 +13,12 @@ from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
 from torch import nn
 
 from sglang_dflash.draft.hot_head import HotHead, note_weight_update
-from sglang_dflash.draft.token_map import read_token_map, token_map_of, write_token_map
+from sglang_dflash.draft.token_map import (
+    own_token_map,
+    read_token_map,
+    token_map_of,
+    write_token_map,
+)
 
 VOCAB, HIDDEN = 12, 4
 WEIGHT = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -33,10 +38,14 @@ def head_of(rank: int, tp_size: int) -> Any:
 
 
 def test_a_map_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert own_token_map(tmp_path) is None
     write_token_map(tmp_path, torch.tensor([7, 2, 7, 0]))
     path = token_map_of(tmp_path, None)
     assert path is not None
     assert read_token_map(path, 8).tolist() == [0, 2, 7]
+    own = own_token_map(tmp_path)
+    assert own is not None
+    assert own.tolist() == [7, 2, 7, 0]
 
 
 def test_the_option_goes_over_the_drafts_own_map(tmp_path: Path) -> None:
