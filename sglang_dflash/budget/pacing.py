@@ -15,7 +15,9 @@ class Pacing:
     """How the budget moves between drafting and plain decoding.
 
     Attributes:
-        margin: how much faster the other way must be expected before the switch turns.
+        margin: how much faster drafting must be expected to be for it to go on; twice that for it
+            to begin. Near break-even the times of steps leave out what drafting costs elsewhere:
+            requests end apart, so that others' prefills come one by one.
         min_steps: a way is kept at least this many steps.
         exploration: share of the time that looking again may cost, what looks save not counted,
             0..1.
@@ -52,8 +54,8 @@ class DraftSwitch:
             advantage: expected rate with the draft over that without (`planner.worth_drafting`).
         """
         self._steps += 1
-        away = 1 / advantage if self.drafting else advantage
-        if away > 1 + self._pacing.margin and self._steps > self._pacing.min_steps:
+        least = 1 + self._pacing.margin * (1 if self.drafting else 2)
+        if (advantage > least) != self.drafting and self._steps > self._pacing.min_steps:
             self.drafting = not self.drafting
             self._steps = 1
         return self.drafting
