@@ -94,6 +94,7 @@ BY_ROW: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
     "softmax": (lambda x: torch.softmax(x.float(), -1), 49152),
     "log of softmax": (lambda x: torch.log_softmax(x.float(), -1), 49152),
     "running sum": (lambda x: x.float().softmax(-1).sort(-1)[0].cumsum(-1), 49152),
+    "ranks": (lambda x: x.float().softmax(-1).sort(-1, descending=True)[1], 49152),
     "log": (lambda x: x.double().exp().log(), 49152),
 }
 
