@@ -34,8 +34,10 @@ def draw_by_request(
     """Draw each seeded row as its own options ask, whatever its batch mates do.
 
     SGLang draws all rows over ranks as soon as one of them has top-k or top-p, and over token ids
-    otherwise: with the same seed, another text. `--enable-deterministic-inference` promises that a
-    request's text does not depend on its batch, and speculation changes who is in a batch when.
+    otherwise: with the same seed, another text. And of tokens that tie for the first place, which
+    is frequent in bfloat16, a greedy row among sampled ones gets the one that a sort puts first;
+    among greedy ones the first by id. `--enable-deterministic-inference` promises that a request's
+    text does not depend on its batch, and speculation changes who is in a batch when.
 
     Args:
         original: `Sampler._sample_from_probs`.
@@ -50,7 +52,9 @@ def draw_by_request(
         return drawn, capture
     without_capture = dataclasses.replace(sampling_info, sampling_mask_batch_indices=None)
     by_id, _ = original(sampler, probs, without_capture, positions, True)
-    return torch.where(draws_by_rank(sampling_info), drawn, by_id.to(drawn.dtype)), capture
+    drawn = torch.where(draws_by_rank(sampling_info), drawn, by_id.to(drawn.dtype))
+    best = probs.argmax(dim=-1).to(drawn.dtype)
+    return torch.where(sampling_info.top_ks == 1, best, drawn), capture
 
 
 def penalise_in_order(
@@ -59,10 +63,10 @@ def penalise_in_order(
     logits: torch.Tensor,
     repeat: int | None = None,
 ) -> None:
-    """Subtract frequency and presence penalties first, then scale by the repetition penalty.
+    """Subtract the sum of frequency and presence penalties, then scale by the repetition penalty.
 
-    Without overlap scheduling SGLang applies them in the order of a set of classes, which is
-    another one in each process; with it, in this order.
+    Without overlap scheduling SGLang applies them one by one in the order of a set of classes,
+    which is another one in each process; with it, like this.
 
     Args:
         original: `BatchedPenalizerOrchestrator.apply`.
@@ -73,6 +77,9 @@ def penalise_in_order(
     if repeat is not None:
         original(orchestrator, logits, repeat)
         return
-    penalizers = orchestrator.penalizers.values()
-    for penalizer in sorted(penalizers, key=lambda penalizer: penalizer.is_multiplicative):
-        penalizer.apply(logits)
+    additive = torch.zeros_like(logits)
+    orchestrator.accumulate_additive_penalties(additive)
+    logits.add_(additive)
+    for penalizer in orchestrator.penalizers.values():
+        if penalizer.is_multiplicative:
+            penalizer.apply(logits)

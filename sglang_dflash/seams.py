@@ -87,6 +87,11 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "logits", "repeat"),
     ),
     Seam(
+        _SRT + "sampling.penaltylib.orchestrator.BatchedPenalizerOrchestrator"
+        ".accumulate_additive_penalties",
+        ("self", "logits"),
+    ),
+    Seam(
         _SRT + "sampling.sampling_batch_info.SamplingBatchInfo",
         (
             "temperatures",

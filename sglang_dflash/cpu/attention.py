@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BACKEND_NAME", "CpuAttentionBackend", "create_backend"]
 
-from sglang_dflash.cpu.settings import BACKEND_NAME
+from sglang_dflash.cpu.settings import BACKEND_NAME, is_batch_invariant
 
 
 class _Forward:
@@ -31,14 +31,14 @@ class _Forward:
         self.rows = rows
         self.write_loc = write_loc
         self._pool = pool
-        self._plans: dict[tuple[int, bool], AttentionPlan] = {}
+        self._plans: dict[tuple[int, bool, bool], AttentionPlan] = {}
 
-    def plan(self, window: int, sliding_pool: bool) -> AttentionPlan:
+    def plan(self, window: int, *, sliding_pool: bool, by_row: bool) -> AttentionPlan:
         """Return the plan for a window; `sliding_pool` reads the hybrid model's second pool."""
-        key = (window, sliding_pool)
+        key = (window, sliding_pool, by_row)
         if key not in self._plans:
             translate = self._pool.translate_loc_from_full_to_swa if sliding_pool else None
-            self._plans[key] = AttentionPlan.build(self.rows, window, translate)
+            self._plans[key] = AttentionPlan.build(self.rows, window, translate, by_row=by_row)
         return self._plans[key]
 
 
@@ -74,6 +74,7 @@ class CpuAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.forward_metadata: _Forward | None = None
         self._workspace = Workspace()
+        self._by_row = is_batch_invariant()
         pool = self.token_to_kv_pool
         self._sliding_layers = (
             frozenset(layer for layer, (_, sliding) in pool.layers_mapping.items() if sliding)
@@ -126,7 +127,12 @@ class CpuAttentionBackend(AttentionBackend):
         forward, pool = self.forward_metadata, self.token_to_kv_pool
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, forward.write_loc, k, v)
-        plan = forward.plan(layer.sliding_window_size, layer.layer_id in self._sliding_layers)
+        causal = layer.attn_type != AttentionType.ENCODER_ONLY
+        plan = forward.plan(
+            layer.sliding_window_size,
+            sliding_pool=layer.layer_id in self._sliding_layers,
+            by_row=self._by_row and causal,  # a draft's block may depend on the batch: no text does
+        )
         heads = HeadLayout(layer.scaling, layer.logit_cap, sinks)
         out = plan.attend(
             q.view(q.shape[0], layer.tp_q_head_num, layer.qk_head_dim),
@@ -134,7 +140,7 @@ class CpuAttentionBackend(AttentionBackend):
             pool.get_value_buffer(layer.layer_id),
             heads,
             self._workspace,
-            causal=layer.attn_type != AttentionType.ENCODER_ONLY,
+            causal=causal,
         )
         return out.reshape(q.shape[0], -1)
 

@@ -12,6 +12,9 @@ A forward serves n requests. Request i owns a contiguous run of query rows, its 
   and window masks of all tiles are slices of one band matrix, since they depend only on the
   distance of key and query.
 
+A plan made `by_row` has tiles of one row instead, for every request: each row is the same calls on
+the same shapes whatever else the forward holds, hence the same bits.
+
 Nothing here knows SGLang.
 """
 
@@ -87,6 +90,7 @@ class AttentionPlan:
     tiles: list[_Tiles]
     num_rows: int
     window: int
+    tile_rows: int = TILE_ROWS
     _masks: dict[tuple, torch.Tensor | None] = field(default_factory=dict)
 
     @classmethod
@@ -95,6 +99,8 @@ class AttentionPlan:
         rows: PagedRows,
         window: int = -1,
         translate: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        *,
+        by_row: bool = False,
     ) -> AttentionPlan:
         """Return the plan of one forward.
 
@@ -103,10 +109,12 @@ class AttentionPlan:
             window: sliding window, or -1.
             translate: maps [k] int64 slots of the page table to slots of the pool that is read
                 (a hybrid model's sliding-window pool); None where they are the same.
+            by_row: whether a row's result must not depend on the rest of the forward.
         """
+        longest_block = 0 if by_row else BLOCK_MAX_ROWS
         starts = _first_keys(rows, window)
         row_starts, total = _prefix_sums(rows.q_lens)
-        short = [i for i, w in enumerate(rows.q_lens) if w <= BLOCK_MAX_ROWS]
+        short = [i for i, w in enumerate(rows.q_lens) if w <= longest_block]
         groups = _group(short, [rows.kv_lens[i] - starts[i] for i in range(len(starts))])
         in_order = len(groups) == 1 and len(short) == len(rows.q_lens)
         blocks = [
@@ -116,9 +124,9 @@ class AttentionPlan:
         tiles = [
             _make_tiles(rows, i, starts[i], row_starts[i], translate)
             for i, w in enumerate(rows.q_lens)
-            if w > BLOCK_MAX_ROWS
+            if w > longest_block
         ]
-        return cls(blocks, tiles, total, window)
+        return cls(blocks, tiles, total, window, 1 if by_row else TILE_ROWS)
 
     def attend(
         self,
@@ -173,15 +181,19 @@ class AttentionPlan:
         keys = workspace.gather("k", k_cache, run.slots)
         values = workspace.gather("v", v_cache, run.slots)
         band, origin = self._band(causal, q.dtype)
-        for start in range(0, run.num_rows, TILE_ROWS):
-            stop = min(start + TILE_ROWS, run.num_rows)
+        for start in range(0, run.num_rows, self.tile_rows):
+            stop = min(start + self.tile_rows, run.num_rows)
             first, lo, hi = _tile_span(run, start, stop, self.window, causal)
+            span = slice(lo - run.first_key, hi - run.first_key)
+            tile = slice(run.row + start, run.row + stop)
+            if self.tile_rows == 1:
+                shape = (1, 1, hi - lo)
+                out[tile] = attend_rows(q[tile], keys[span], values[span], shape, None, heads)
+                continue
             mask = None
             if band is not None:
                 left = origin - (first - lo)
                 mask = band[: stop - start, left : left + hi - lo]
-            span = slice(lo - run.first_key, hi - run.first_key)
-            tile = slice(run.row + start, run.row + stop)
             out[tile] = attend_tile(q[tile], keys[span], values[span], mask, heads)
 
     def _block_mask(self, block, groups, causal, dtype):
@@ -199,8 +211,11 @@ class AttentionPlan:
         return self._masks[key]
 
     def _band(self, causal, dtype):
-        """Return the band matrix all tile masks are slices of, and the column of distance 0."""
-        if self.window < 0 and not causal:
+        """Return the band matrix all tile masks are slices of, and the column of distance 0.
+
+        None where nothing is masked; a tile of one row has only keys that the row sees.
+        """
+        if self.tile_rows == 1 or (self.window < 0 and not causal):
             return None, 0
         key = ("band", causal, dtype)
         if key not in self._masks:

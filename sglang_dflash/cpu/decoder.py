@@ -20,7 +20,7 @@ from sglang.srt.models.mistral import MistralForCausalLM
 from sglang.srt.models.qwen2 import Qwen2DecoderLayer, Qwen2ForCausalLM
 from sglang.srt.models.qwen3 import Qwen3DecoderLayer, Qwen3ForCausalLM
 
-from sglang_dflash.cpu.linear import PackedLinearMethod, PackedWeight, packed_linear
+from sglang_dflash.cpu.linear import PackedLinearMethod, PackedWeight
 from sglang_dflash.cpu.operators import is_plain_norm, is_plain_rotary, rotary_factors, rotate
 
 __all__ = ["straighten"]
@@ -44,7 +44,7 @@ class _Linear(NamedTuple):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product with x [T, in]."""
-        return packed_linear(x, self.packed.tensor, self.bias)
+        return self.packed.product(x, self.bias)
 
 
 class _Layer(NamedTuple):

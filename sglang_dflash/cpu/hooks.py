@@ -74,8 +74,8 @@ def _repack(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
 def _keep_operators(runner: Any) -> None:
     """Leave torch's operators as they are: SGLang's batch-invariant ones are Triton kernels.
 
-    So --enable-deterministic-inference gives seeded draws on a CPU, on logits whose last bits may
-    still depend on the batch.
+    Ours were chosen by the same option already, where the model was packed and its attention made
+    (`settings.is_batch_invariant`); norms, activations and the sampler go row by row anyway.
     """
 
 

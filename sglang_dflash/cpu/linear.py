@@ -4,14 +4,19 @@
 A plain weight is repacked inside every call. Kept packed, a step of one row runs about 1.8x
 faster in bfloat16, and 8 to 64 rows about 1.5x faster in float32 (AVX-512). The plain weight
 stays too: embeddings, KV injection and weight updates read it.
+
+oneDNN chooses how to sum by the shape of the whole product. Where a row's result must not depend on
+the other rows, each product therefore has one shape, whatever is asked: a group of a few rows.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import psutil
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.linear import LinearBase
 from sglang.srt.layers.quantization.unquant import (
     UnquantizedEmbeddingMethod,
@@ -31,21 +36,54 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _ROWS_HINT = 32  # the row count oneDNN picks a layout for; the same one serves all
+_GROUP_ROWS = 8  # of a product on its own; they take hardly longer than one, for the weight is read
 _MEMORY_SHARE = 0.4  # of the free memory, which packed weights may take
 
 
 class PackedWeight:
     """A weight in oneDNN's layout, held so that who has bound it sees it change."""
 
-    __slots__ = ("tensor",)
+    __slots__ = ("_in_groups", "tensor")
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        """Pack `weight` [out, in] float."""
+    def __init__(self, weight: torch.Tensor, *, batch_invariant: bool = False) -> None:
+        """Pack `weight` [out, in] float.
+
+        Args:
+            weight: the plain weight.
+            batch_invariant: whether a row's product must not depend on the rows beside it.
+        """
+        self._in_groups = batch_invariant
         self.pack(weight)
 
     def pack(self, weight: torch.Tensor) -> None:
         """Take over the values of `weight` [out, in] float."""
         self.tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS_HINT)
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x @ weight.T + bias.
+
+        Args:
+            x: [..., in] of the weight's dtype.
+            bias: [out] or None.
+        """
+        if self._in_groups:
+            return _in_groups(lambda rows: packed_linear(rows, self.tensor, bias), x)
+        return packed_linear(x, self.tensor, bias)
+
+
+def _in_groups(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return product(x), computed over groups of a fixed number of rows, the last one padded.
+
+    Args:
+        product: maps [rows, in] to [rows, out], each row by itself.
+        x: [..., in] float.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    missing = -rows.shape[0] % _GROUP_ROWS
+    padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows
+    groups = [product(group) for group in padded.split(_GROUP_ROWS)]
+    out = groups[0] if len(groups) == 1 else torch.cat(groups)
+    return out[: rows.shape[0]].view(*x.shape[:-1], out.shape[-1])
 
 
 def packed_linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -85,7 +123,7 @@ class PackedLinearMethod(UnquantizedLinearMethod):
         """
         if x.dtype is not layer.weight.dtype:
             return super().apply(layer, x, bias)
-        return packed_linear(x, layer.packed_weight.tensor, bias)
+        return layer.packed_weight.product(x, bias)
 
 
 class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
@@ -105,14 +143,19 @@ class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
             x: [..., hidden] float; cast to the weight's dtype.
             bias: [vocabulary] float, or None.
         """
-        return packed_linear(x.to(layer.weight.dtype), layer.packed_weight.tensor, bias)
+        return layer.packed_weight.product(x.to(layer.weight.dtype), bias)
 
 
-def pack_linear_layers(model: torch.nn.Module) -> None:
+def pack_linear_layers(model: torch.nn.Module, *, batch_invariant: bool) -> None:
     """Give every unquantised linear layer and the output head of `model` a packed weight.
 
     Does nothing for a dtype oneDNN has no kernel for here, or where the copies would take more
     than a fixed share of the free memory; then says so once.
+
+    Args:
+        model: the model, loaded.
+        batch_invariant: whether a row's result must not depend on the rows beside it. Layers that
+            stay as they are cannot promise it: a warning says so.
     """
     plain = _plain_layers(model)
     needed = sum(layer.weight.numel() * layer.weight.element_size() for layer in plain)
@@ -125,11 +168,19 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
             free / 2**30,
             int(100 * _MEMORY_SHARE),
         )
-        return
+        plain = []
     for layer in plain:
-        layer.packed_weight = PackedWeight(layer.weight)
+        layer.packed_weight = PackedWeight(layer.weight, batch_invariant=batch_invariant)
         is_head = isinstance(layer, VocabParallelEmbedding)
         layer.quant_method = PackedEmbeddingMethod() if is_head else PackedLinearMethod()
+    unpacked = len(_products(model)) - len(plain)
+    if batch_invariant and unpacked:
+        logger.warning(
+            "--enable-deterministic-inference: the logits may still depend on the batch, as %d "
+            "linear layers are not packed (quantised, of a dtype without a kernel on this machine, "
+            "or no memory). Serve the plain model in bfloat16 or float32.",
+            unpacked,
+        )
 
 
 def repack_linear_layers(model: torch.nn.Module) -> None:
@@ -141,15 +192,23 @@ def repack_linear_layers(model: torch.nn.Module) -> None:
 
 def _plain_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the layers that can be packed, each once."""
+    plain = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+    return [
+        layer
+        for layer in _products(model)
+        if type(layer.quant_method) in plain and _has_kernel(layer.weight.dtype)
+    ]
+
+
+def _products(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the linear layers and the output head, each once."""
     head = getattr(model, "lm_head", None)
-    plain = []
-    for module in model.modules():
-        method = type(getattr(module, "quant_method", None))
-        is_linear = isinstance(module, LinearBase) and method is UnquantizedLinearMethod
-        is_head = module is head and method is UnquantizedEmbeddingMethod
-        if (is_linear or is_head) and _has_kernel(module.weight.dtype):
-            plain.append(module)
-    return plain
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, LinearBase)
+        or (module is head and isinstance(module, VocabParallelEmbedding))
+    ]
 
 
 def _has_kernel(dtype: torch.dtype) -> bool:

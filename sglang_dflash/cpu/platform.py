@@ -11,7 +11,12 @@ import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
-from sglang_dflash.cpu.settings import BACKEND_NAME, default_server_args, thread_environment
+from sglang_dflash.cpu.settings import (
+    BACKEND_NAME,
+    default_server_args,
+    is_batch_invariant,
+    thread_environment,
+)
 
 __all__ = ["CpuPlatform", "cpu_hooks"]
 
@@ -115,7 +120,7 @@ class CpuPlatform(SRTPlatform):
         from sglang_dflash.cpu.decoder import straighten
         from sglang_dflash.cpu.linear import pack_linear_layers
 
-        pack_linear_layers(model)
+        pack_linear_layers(model, batch_invariant=is_batch_invariant())
         straighten(model)
 
     def get_dispatch_key_name(self) -> str:

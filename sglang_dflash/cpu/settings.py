@@ -8,7 +8,13 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BACKEND_NAME", "default_server_args", "rank_cpus", "thread_environment"]
+__all__ = [
+    "BACKEND_NAME",
+    "default_server_args",
+    "is_batch_invariant",
+    "rank_cpus",
+    "thread_environment",
+]
 
 BACKEND_NAME = "dflash_sdpa"
 CHUNKED_PREFILL_TOKENS = 1024
@@ -52,6 +58,16 @@ def default_server_args(server_args: Any) -> None:
         server_args.max_running_requests = MAX_RUNNING_REQUESTS
     if raw.get("chunked_prefill_size") is None:
         server_args.chunked_prefill_size = CHUNKED_PREFILL_TOKENS
+
+
+def is_batch_invariant() -> bool:
+    """Return whether a row's result must be the same bits whatever else is in its forward.
+
+    `--enable-deterministic-inference` asks for it; read where a model or a back end is made.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().deterministic.enable_deterministic_inference
 
 
 def _refuse_impossible(raw: Mapping[str, Any]) -> None:

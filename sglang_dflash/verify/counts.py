@@ -49,8 +49,8 @@ class OutputOptions:
 class OutputCounts:
     """One row a request, by its row of the page table.
 
-    The table of counts, [rows, V] int32, is made when the first penalised request is prefilled: a
-    server that never sees one does not pay for it.
+    The table of counts, [rows, V] float32 (see `Penalties.sums`), is made when the first penalised
+    request is prefilled: a server that never sees one does not pay for it.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device | str) -> None:
@@ -90,8 +90,9 @@ class OutputCounts:
         if self._counts is None:
             return
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        committed = (places < num_committed.unsqueeze(1)).to(torch.int32)
-        self._counts.index_put_((rows.unsqueeze(1), tokens), committed, accumulate=True)
+        committed = places < num_committed.unsqueeze(1)
+        amounts = Penalties.step(self._penalties[rows, :1]) * committed
+        self._counts.index_put_((rows.unsqueeze(1), tokens), amounts, accumulate=True)
 
     def penalties(self, rows: torch.Tensor) -> Penalties | None:
         """Return the penalties of the requests at `rows` ([n] int64); None if none is penalised."""
@@ -105,11 +106,12 @@ class OutputCounts:
 
     def _recount(self, request: OutputOptions) -> None:
         if self._counts is None:
-            self._counts = torch.zeros(self._shape, dtype=torch.int32, device=self._device)
+            self._counts = torch.zeros(self._shape, dtype=torch.float32, device=self._device)
         counts = self._counts[request.row].zero_()
         if request.output_ids:
             tokens = self._to_device(list(request.output_ids), torch.int64)
-            counts.index_add_(0, tokens, torch.ones_like(tokens, dtype=torch.int32))
+            step = Penalties.step(self._penalties[request.row, 0])
+            counts.index_add_(0, tokens, step.expand(tokens.shape))
 
     def _to_device(self, values: list, dtype: torch.dtype) -> torch.Tensor:
         return to_device(torch.tensor(values, dtype=dtype), self._device)

@@ -32,26 +32,32 @@ class Penalties(NamedTuple):
     """What n requests ask to be done about tokens that stand in their output already.
 
     Attributes:
-        counts: [n, V] int32, how often each token stands in the output, the anchor included.
+        sums: [n, V] float32, `step` added up for each time a token stands in the output, the anchor
+            included: one by one, as SGLang does, for three times 0.3 is another float32.
         frequency: [n, 1] float32, subtracted for each time.
         presence: [n, 1] float32, subtracted once.
         repetition: [n, 1] float32, divides a logit above 0 and multiplies one below; 1 is none.
     """
 
-    counts: torch.Tensor
+    sums: torch.Tensor
     frequency: torch.Tensor
     presence: torch.Tensor
     repetition: torch.Tensor
 
+    @staticmethod
+    def step(frequency: torch.Tensor) -> torch.Tensor:
+        """Return what `sums` grow by: the frequency penalty [...], or 1 where there is none."""
+        return torch.where(frequency != 0, frequency, 1.0)
+
     @property
     def subtracted(self) -> torch.Tensor:
-        """What frequency and presence take from each logit, shaped as the counts."""
-        return self.frequency * self.counts + self.presence * (self.counts > 0)
+        """What frequency and presence take from each logit, shaped as the sums."""
+        return self.sums * (self.frequency != 0) + self.presence * (self.sums != 0)
 
     @property
     def factors(self) -> torch.Tensor:
         """What repetition then divides each logit by, or multiplies it if below 0."""
-        return torch.where(self.counts > 0, self.repetition, 1.0)
+        return torch.where(self.sums != 0, self.repetition, 1.0)
 
 
 class Cuts(NamedTuple):
@@ -92,9 +98,11 @@ def penalise(out: torch.Tensor, rows: Rows, proposals: torch.Tensor, penalties: 
     # A token of the block counts once more in the rows behind it, so its logit is done again.
     same = (proposals.unsqueeze(2) == proposals.unsqueeze(1)).to(torch.int32)  # [n, B-1, B-1]
     times_before = torch.nn.functional.pad(same.cumsum(1, dtype=torch.int32), (0, 0, 1, 0))
-    counts = rows.each(penalties.counts.gather(1, proposals)) + rows.take(times_before)
-    amounts = (rows.each(values) for values in penalties[1:])
-    out.scatter_(1, places, _penalised(unpenalised, Penalties(counts, *amounts)))
+    times = rows.take(times_before)  # [M, B-1]
+    sums, *amounts = (rows.each(v) for v in (penalties.sums.gather(1, proposals), *penalties[1:]))
+    for number in range(proposals.shape[1]):
+        sums = torch.where(times > number, sums + Penalties.step(amounts[0]), sums)
+    out.scatter_(1, places, _penalised(unpenalised, Penalties(sums, *amounts)))
 
 
 def _penalised(logits: torch.Tensor, penalties: Penalties) -> torch.Tensor:

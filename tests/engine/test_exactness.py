@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DFLASH answers what plain decoding answers: token for token, reason for reason, in float32."""
+"""DFLASH answers what plain decoding answers: token for token, reason for reason."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ CASES = [
          all_seeds=True),
     Case("qwen3, block 3, mixed chunks of 32", "qwen3_pair", 3,
          {"chunked_prefill_size": 32, "enable_mixed_chunk": True}, all_seeds=True),
-    Case("smollm2, block 8", "smollm2_pair", 8, widths="measured"),
+    # Near-ties are frequent in bfloat16: a logit that depends on its batch changes the text.
+    Case("smollm2, bfloat16, block 8", "smollm2_pair", 8, {"dtype": "bfloat16"}, widths="random"),
 ]  # fmt: skip
 WORKLOADS = [
     "one request",
@@ -76,15 +77,15 @@ WORKLOADS = [
 _plain: dict[str, dict[str, tuple[Workload, list[Answer]]]] = {}
 
 
-def plain_answers(pair: Pair) -> dict[str, tuple[Workload, list[Answer]]]:
-    """Return each workload with plain decoding's answers; one engine a target.
+def plain_answers(pair: Pair, dtype: str) -> dict[str, tuple[Workload, list[Answer]]]:
+    """Return each workload with plain decoding's answers; one engine a target and dtype.
 
     Without overlap: with it SGLang's penalties and custom processors lag a token behind.
     """
-    key = str(pair.target)
+    key = f"{pair.target} {dtype}"
     if key not in _plain:
         prompt = prompts_for(pair)
-        with engine(pair, disable_overlap_schedule=True, **EXACT) as started:
+        with engine(pair, dtype=dtype, disable_overlap_schedule=True, **EXACT) as started:
             answers = {w.name: (w, ask(started, w)) for w in plain_workloads(prompt, long=LONG)}
             more = dependent_workloads(prompt, answers["one request"][1], context=CONTEXT)
             more += option_workloads(
@@ -115,7 +116,7 @@ def served(
     """Each case's engine, one after the other."""
     case = request.param
     pair = request.getfixturevalue(case.pair)
-    plain = plain_answers(pair)
+    plain = plain_answers(pair, case.options.get("dtype", "float32"))
     options = {**EXACT, **dflash_options(pair, case.block_size), **case.options}
     if case.token_map:  # more tokens of the first rank's shard than of the second's
         path = tmp_path_factory.mktemp("map") / "tokens.pt"

@@ -79,10 +79,17 @@ def by_loop(case: Case, heads: HeadLayout, *, window: int, causal: bool) -> torc
     return torch.stack(out).view(row, Q_HEADS, -1)
 
 
-def check(case: Case, *, window: int = -1, causal: bool = True, heads: HeadLayout | None = None):
+def check(
+    case: Case,
+    *,
+    window: int = -1,
+    causal: bool = True,
+    heads: HeadLayout | None = None,
+    by_row: bool = False,
+):
     """Assert that the plan and the loop agree, to float32 rounding."""
     heads = heads or HeadLayout(HEAD_DIM**-0.5)
-    plan = AttentionPlan.build(case.rows, window)
+    plan = AttentionPlan.build(case.rows, window, by_row=by_row)
     got = plan.attend(case.q, case.k_cache, case.v_cache, heads, Workspace(), causal=causal)
     want = by_loop(case, heads, window=window, causal=causal)
     tolerance = 2e-5 if case.q.dtype == torch.float32 else 3e-2
@@ -192,3 +199,56 @@ def test_verify_rows_equal_decode_steps():
             case.q[[j, 6 + j]], case.k_cache, case.v_cache, heads, Workspace(), causal=True
         )
         torch.testing.assert_close(one, block[[j, 6 + j]], atol=1e-6, rtol=1e-6)
+
+
+FORWARDS = {
+    "decode of sixteen": ([1] * 16, [17 * i + 5 for i in range(16)]),
+    "verify": ([8, 8, 8], [30, 200, 77]),
+    "ragged verify": ([1, 8, 3], [30, 200, 77]),
+    "prefill": ([90], [90]),
+    "long prefill": ([300], [300]),
+    "radix hit": ([100], [300]),
+    "mixed chunk": ([1, 70, 1, 5], [50, 90, 3, 5]),
+}
+LAYOUTS = {
+    "plain": HeadLayout(HEAD_DIM**-0.5),
+    "soft cap and sinks": HeadLayout(
+        HEAD_DIM**-0.5, softcap=3.0, sinks=torch.linspace(-1, 1, Q_HEADS)
+    ),
+}
+
+
+def attend_by_row(case: Case, rows: PagedRows, q: torch.Tensor, window: int, heads: HeadLayout):
+    """Return the attention of a plan made by row."""
+    plan = AttentionPlan.build(rows, window, by_row=True)
+    return plan.attend(q, case.k_cache, case.v_cache, heads, Workspace(), causal=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [-1, 20])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", FORWARDS)
+def test_a_row_by_itself_has_the_same_bits_as_in_any_forward(name, layout, window, dtype, threads):
+    case, heads = make_case(*FORWARDS[name], dtype=dtype), LAYOUTS[layout]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = attend_by_row(case, case.rows, case.q, window, heads)
+        row = 0
+        for i, (width, kv_len) in enumerate(zip(*FORWARDS[name], strict=True)):
+            request = case.rows.req_pool_indices[i : i + 1]
+            for seen in range(kv_len - width + 1, kv_len + 1):
+                rows = PagedRows(case.rows.req_to_token, request, [1], [seen])
+                alone = attend_by_row(case, rows, case.q[row : row + 1], window, heads)
+                assert torch.equal(alone[0], together[row])
+                row += 1
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("window", [-1, 3, 150])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_attention_by_row_equals_loop(layout, window):
+    case = make_case([1, 70, 1, 5], [50, 190, 3, 5], page_size=4)
+    check(case, window=window, heads=LAYOUTS[layout], by_row=True)

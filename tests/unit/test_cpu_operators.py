@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 pytest.importorskip("sglang")
 
@@ -17,6 +20,14 @@ from sglang_dflash.cpu.settings import thread_environment
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 64])
@@ -37,6 +48,66 @@ def test_a_rows_product_does_not_depend_on_its_company(rows):
     together = packed_linear(x, packed, None)
     alone = torch.cat([packed_linear(row[None], packed, None) for row in x])
     assert torch.equal(together, alone)
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "sizes", [(576, 960), (1536, 576), (2048, 512), (576, 49152), (64, 320), (128, 64), (48, 40)]
+)
+def test_an_invariant_product_is_the_same_bits_in_any_place_of_any_batch(sizes, dtype):
+    weight = torch.randn(sizes[1], sizes[0]).to(dtype)
+    packed, x = PackedWeight(weight, batch_invariant=True), torch.randn(24, sizes[0]).to(dtype)
+    alone = torch.cat([packed.product(row[None], None) for row in x])
+    torch.testing.assert_close(alone, F.linear(x, weight), atol=1e-1, rtol=2e-2)
+    for count in (2, 7, 8, 9, 24):
+        assert torch.equal(packed.product(x[:count], None), alone[:count])
+    for place in range(1, 8):
+        assert torch.equal(packed.product(x.roll(place, 0), None), alone.roll(place, 0))
+
+
+def test_an_invariant_product_keeps_the_shape_and_the_bias():
+    weight, bias = torch.randn(6, 4), torch.randn(6)
+    packed = PackedWeight(weight, batch_invariant=True)
+    for shape in ((0, 4), (4,), (1, 4), (2, 5, 4)):
+        x = torch.randn(shape)
+        torch.testing.assert_close(packed.product(x, bias), F.linear(x, weight, bias))
+
+
+def _silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _rotate(x: torch.Tensor) -> torch.Tensor:
+    cos, sin = x[:, None, :64], x[:, None, 64:128]
+    return rotate(x, cos, sin, 64)
+
+
+# What else a row passes on its way to a token: torch does these row by row, which nothing promises.
+BY_ROW: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], int]] = {
+    "norm": (lambda x: F.rms_norm(x, x.shape[1:], None, 1e-5), 576),
+    "odd norm": (lambda x: F.rms_norm(x, x.shape[1:], None, 1e-5), 83),
+    "activation": (_silu_and_mul, 3072),
+    "odd activation": (_silu_and_mul, 2 * 83),
+    "rotation": (_rotate, 12 * 64),
+    "softmax": (lambda x: torch.softmax(x.float(), -1), 49152),
+    "log of softmax": (lambda x: torch.log_softmax(x.float(), -1), 49152),
+    "running sum": (lambda x: x.float().softmax(-1).sort(-1)[0].cumsum(-1), 49152),
+    "ranks": (lambda x: x.float().softmax(-1).sort(-1, descending=True)[1], 49152),
+    "log": (lambda x: x.double().exp().log(), 49152),
+}
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", BY_ROW)
+def test_the_other_operators_go_row_by_row(name, dtype):
+    function, width = BY_ROW[name]
+    x = 3 * torch.randn(43, width).to(dtype)
+    alone = torch.cat([function(row[None]) for row in x])
+    for count in (1, 2, 7, 43):
+        assert torch.equal(function(x[:count]), alone[:count])
 
 
 def test_packed_weight_follows_an_update():

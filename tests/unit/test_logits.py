@@ -57,7 +57,7 @@ def test_a_row_is_penalised_for_all_tokens_before_it(
     widths = [1 + (i * 5) % block_size if ragged else block_size for i in range(n)]
     rows = Rows.of(widths, block_size, "cpu")
     out = rows.take(logits).clone()
-    penalise(out, rows, proposals, Penalties(counts.to(torch.int32), *amounts))
+    penalise(out, rows, proposals, Penalties(counts * Penalties.step(amounts[0]), *amounts))
     expected = torch.tensor(
         [
             [
@@ -74,6 +74,20 @@ def test_a_row_is_penalised_for_all_tokens_before_it(
     )
     error = float((out - rows.take(expected)).abs().max())
     assert (error < 1e-12) == (not late), "a row must know its own block's tokens, and no later"
+
+
+def test_a_frequency_penalty_is_added_up_one_by_one() -> None:
+    """As SGLang does: in float32 three times 0.3 is another number than 0.3 + 0.3 + 0.3."""
+    frequency, none = torch.tensor([[0.3]]), torch.tensor([[0.0]])
+    proposals = torch.full((1, 7), 4)
+    out = torch.zeros(8, VOCAB)
+    sums = torch.zeros(1, VOCAB)
+    penalise(out, Rows.of([8], 8, "cpu"), proposals, Penalties(sums, frequency, none, none + 1))
+    added = torch.zeros(1)
+    for row in out:
+        assert torch.equal(row[4:5], -added)
+        added += frequency[0]
+    assert added != 8 * frequency[0]
 
 
 def test_stop_tokens_are_forbidden_up_to_the_minimum_and_no_further() -> None:
