@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from bench.config import Load, Published, PublishedRow
 from bench.folder import StoredRun
+from bench.summary import extent
 
 __all__ = ["Table", "as_markdown", "load_name", "machine_line", "published_tables",
            "result_tables", "settings_line", "shown_engine"]  # fmt: skip
@@ -28,9 +30,14 @@ class Table(NamedTuple):
 
 
 def result_tables(runs: list[StoredRun]) -> list[Table]:
-    """Return two tables per dataset; with several runs, their rows stand under each other."""
+    """Return the speed-ups of all datasets together, and two tables per dataset.
+
+    With several runs, their rows stand under each other.
+    """
     datasets = dict.fromkeys(point["dataset"] for run in runs for point in run.points)
     tables = []
+    if len(datasets) > 1:
+        tables += [_overall(run, runs) for run in runs]
     for dataset in datasets:
         cells = [
             (shown_engine(run, point["engine"], runs), point)
@@ -112,6 +119,29 @@ def _load(point: dict[str, Any]) -> tuple[float, ...]:
     if point["concurrency"]:
         return (0, point["concurrency"])
     return (1, point["request_rate"])
+
+
+def _overall(run: StoredRun, runs: list[StoredRun]) -> Table:
+    """Return, by load and engine, the geometric mean of the speed-ups over the datasets."""
+    speedups: dict[tuple[float, ...], dict[str, list[list[float]]]] = {}
+    names: dict[tuple[float, ...], str] = {}
+    for point in run.points:
+        names[_load(point)] = load_name(point)
+        if point["speedup"] is not None and point["engine"] != run.recipe.baseline:
+            by_engine = speedups.setdefault(_load(point), {})
+            by_engine.setdefault(point["engine"], []).append(point["speedup"]["values"])
+    engines = [engine.name for engine in run.recipe.engines if engine.name != run.recipe.baseline]
+    rows = []
+    for load, by_engine in sorted(speedups.items()):
+        # One value a repeat: of those that every dataset has.
+        means = {
+            engine: [statistics.geometric_mean(each) for each in zip(*values, strict=False)]
+            for engine, values in by_engine.items()
+        }
+        cells = (_speedup(extent(means[e])) if means.get(e) else "-" for e in engines)
+        rows.append((names[load], *cells))
+    title = f"Speed-up over {run.recipe.baseline}, geometric mean over the kinds of prompt"
+    return Table(title if len(runs) == 1 else f"{title}: {run.name}", ("load", *engines), rows)
 
 
 def _rates(engine: str, point: dict[str, Any]) -> tuple[str, ...]:

@@ -20,7 +20,8 @@ from bench.folder import RunFolder, StoredRun
 from bench.plan import Point
 from bench.records import PointRecord
 from bench.report import write_report
-from bench.tables import as_markdown, published_tables
+from bench.summary import spread
+from bench.tables import as_markdown, published_tables, result_tables
 
 MakeRun = Callable[..., RunFolder]
 PICTURES = ("throughput", "speedup", "tau", "positions", "widths", "ttft", "tpot")
@@ -121,6 +122,26 @@ def test_a_table_shows_its_numbers(make_run: MakeRun) -> None:
     assert "| 2.47 | 8.0 | 7/8 | 0/8 |" in row
     cells = latencies.split(" | ")
     assert [cell.count(" / ") for cell in cells[2:]] == [2, 2, 1, 1]
+
+
+def test_the_speed_ups_of_all_kinds_stand_first(make_run: MakeRun) -> None:
+    run = StoredRun(make_run("run").path)
+    titles = [table.title for table in result_tables([run])]
+    assert len(titles) == 2, "one kind of prompt needs no mean"
+    again = []
+    for point in run.points:
+        values = [4 * value for value in point["speedup"]["values"]]
+        again.append({**point, "dataset": "more", "speedup": spread(values)})
+    run.points += again
+    whole = result_tables([run])[0]
+    assert whole.header == ("load", "dflash")
+    (ratios,) = [
+        point["speedup"]["values"]
+        for point in run.points[: -len(again)]
+        if point["engine"] == "dflash" and point["concurrency"] == 1
+    ]
+    low, high = 2 * min(ratios), 2 * max(ratios)  # sqrt(r * 4 r)
+    assert whole.rows[0] == ("1", f"{(low + high) / 2:.2f} ({low:.2f}-{high:.2f})")
 
 
 def test_a_report_says_what_was_asked(make_run: MakeRun) -> None:
