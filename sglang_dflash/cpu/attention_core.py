@@ -12,8 +12,8 @@ A forward serves n requests. Request i owns a contiguous run of query rows, its 
   and window masks of all tiles are slices of one band matrix, since they depend only on the
   distance of key and query.
 
-A plan made `by_row` has tiles of one row instead, for every request: each row is the same calls on
-the same shapes whatever else the forward holds, hence the same bits.
+A plan made `by_row` attends one row after the other instead, each over the keys it sees: the same
+calls on the same shapes whatever else the forward holds, hence the same bits.
 
 Nothing here knows SGLang.
 """
@@ -26,7 +26,13 @@ from typing import NamedTuple
 
 import torch
 
-from sglang_dflash.cpu.attention_math import HeadLayout, Workspace, attend_rows, attend_tile
+from sglang_dflash.cpu.attention_math import (
+    HeadLayout,
+    Workspace,
+    attend_each_row,
+    attend_rows,
+    attend_tile,
+)
 
 __all__ = ["AttentionPlan", "PagedRows"]
 
@@ -90,7 +96,7 @@ class AttentionPlan:
     tiles: list[_Tiles]
     num_rows: int
     window: int
-    tile_rows: int = TILE_ROWS
+    by_row: bool = False
     _masks: dict[tuple, torch.Tensor | None] = field(default_factory=dict)
 
     @classmethod
@@ -126,7 +132,7 @@ class AttentionPlan:
             for i, w in enumerate(rows.q_lens)
             if w > longest_block
         ]
-        return cls(blocks, tiles, total, window, 1 if by_row else TILE_ROWS)
+        return cls(blocks, tiles, total, window, by_row)
 
     def attend(
         self,
@@ -177,23 +183,30 @@ class AttentionPlan:
         return attend_rows(q, keys, values, shape, mask, heads)
 
     def _attend_tiles(self, run, q, k_cache, v_cache, heads, workspace, causal, out):
-        """Attend one long request, tile by tile, into its rows of `out`."""
+        """Attend one request, tile by tile or row by row, into its rows of `out`."""
         keys = workspace.gather("k", k_cache, run.slots)
         values = workspace.gather("v", v_cache, run.slots)
+        if self.by_row:
+            spans = [
+                (lo - run.first_key, hi - run.first_key)
+                for _, lo, hi in (
+                    _tile_span(run, row, row + 1, self.window, causal)
+                    for row in range(run.num_rows)
+                )
+            ]
+            own = slice(run.row, run.row + run.num_rows)
+            out[own] = attend_each_row(q[own], keys, values, spans, heads)
+            return
         band, origin = self._band(causal, q.dtype)
-        for start in range(0, run.num_rows, self.tile_rows):
-            stop = min(start + self.tile_rows, run.num_rows)
+        for start in range(0, run.num_rows, TILE_ROWS):
+            stop = min(start + TILE_ROWS, run.num_rows)
             first, lo, hi = _tile_span(run, start, stop, self.window, causal)
-            span = slice(lo - run.first_key, hi - run.first_key)
-            tile = slice(run.row + start, run.row + stop)
-            if self.tile_rows == 1:
-                shape = (1, 1, hi - lo)
-                out[tile] = attend_rows(q[tile], keys[span], values[span], shape, None, heads)
-                continue
             mask = None
             if band is not None:
                 left = origin - (first - lo)
                 mask = band[: stop - start, left : left + hi - lo]
+            span = slice(lo - run.first_key, hi - run.first_key)
+            tile = slice(run.row + start, run.row + stop)
             out[tile] = attend_tile(q[tile], keys[span], values[span], mask, heads)
 
     def _block_mask(self, block, groups, causal, dtype):
@@ -211,11 +224,8 @@ class AttentionPlan:
         return self._masks[key]
 
     def _band(self, causal, dtype):
-        """Return the band matrix all tile masks are slices of, and the column of distance 0.
-
-        None where nothing is masked; a tile of one row has only keys that the row sees.
-        """
-        if self.tile_rows == 1 or (self.window < 0 and not causal):
+        """Return the band matrix all tile masks are slices of, and the column of distance 0."""
+        if self.window < 0 and not causal:
             return None, 0
         key = ("band", causal, dtype)
         if key not in self._masks:

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-__all__ = ["HeadLayout", "Workspace", "attend_rows", "attend_tile"]
+__all__ = ["HeadLayout", "Workspace", "attend_each_row", "attend_rows", "attend_tile"]
 
 
 class HeadLayout(NamedTuple):
@@ -128,6 +129,36 @@ def attend_tile(
         None if heads.sinks is None else heads.sinks.view(kv_heads, groups).t()[:, :, None, None],
     )
     return out.permute(2, 1, 0, 3).reshape(rows, q_heads, -1)
+
+
+def attend_each_row(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    spans: Sequence[tuple[int, int]],
+    heads: HeadLayout,
+) -> torch.Tensor:
+    """Return attention of one request's rows, a call a row, each over its own keys alone.
+
+    Args:
+        q: [rows, q_heads, dim] float.
+        keys: [length, kv_heads, dim] of q's dtype.
+        values: [length, kv_heads, v_dim] of q's dtype.
+        spans: per row, the first key it sees and the one after the last.
+        heads: scale, soft cap and sinks.
+
+    Returns:
+        [rows, q_heads, v_dim] of q's dtype.
+    """
+    rows, q_heads, kv_heads = q.shape[0], q.shape[1], keys.shape[1]
+    folded = q.reshape(rows, 1, kv_heads, q_heads // kv_heads, -1)
+    k, v = keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+    sinks = None if heads.sinks is None else heads.sinks.view(1, kv_heads, -1, 1)
+    each = [
+        _attention(row, k[:, :, lo:hi], v[:, :, lo:hi], None, heads, sinks)
+        for row, (lo, hi) in zip(folded.unbind(0), spans, strict=True)
+    ]
+    return torch.cat(each).view(rows, q_heads, -1)
 
 
 def _attention(q, k, v, mask, heads, sinks):
