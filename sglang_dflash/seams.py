@@ -149,6 +149,7 @@ SEAMS: tuple[Seam, ...] = (
             "batch",
         ),
     ),
+    Seam(_POOL + "allocation_sizing.get_alloc_len_per_decode", ()),
     Seam(_POOL + "allocation_sizing.get_alloc_reserve_per_decode", ()),
     Seam(_SRT + "managers.schedule_batch.ScheduleBatch.maybe_evict_swa", ("self",)),
     Seam(

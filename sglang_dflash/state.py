@@ -8,7 +8,10 @@ from dataclasses import dataclass
 import torch
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.mem_cache.allocation import alloc_for_spec_decode
-from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+from sglang.srt.mem_cache.allocation_sizing import (
+    get_alloc_len_per_decode,
+    get_alloc_reserve_per_decode,
+)
 from sglang.srt.speculative.spec_info import SpecInput, SpecInputType
 from sglang.srt.utils.common import async_h2d
 
@@ -16,12 +19,19 @@ __all__ = ["DFlashState", "reserved_lengths"]
 
 
 def reserved_lengths(
-    committed: list[int], allocated: list[int], *, reserve: int, page_size: int, row_width: int
+    committed: list[int],
+    allocated: list[int],
+    *,
+    reserve: int,
+    page_size: int,
+    row_width: int,
+    ahead: int = 0,
 ) -> list[int]:
     """Return how many positions each request must have slots for before the next step.
 
     The scheduler may know a request's length one step late, so `reserve` is two blocks. Whole pages
-    are taken, and never more than the request's row of the page table can name.
+    are taken, and never more than the request's row of the page table can name. Where one request
+    needs slots, all get some for later steps too, so that most steps need none.
 
     Args:
         committed: tokens of each request that the scheduler knows to be committed.
@@ -29,14 +39,17 @@ def reserved_lengths(
         reserve: positions wanted beyond `committed`.
         page_size: tokens in a page.
         row_width: positions in a row of `req_to_token`.
+        ahead: positions taken beyond `reserve` when there is something to take.
 
     Raises:
         RuntimeError: a row is too narrow for the block that may be written next.
     """
     last_page_end = row_width // page_size * page_size
+    if all(done + reserve <= have for done, have in zip(committed, allocated, strict=True)):
+        return allocated
     lengths = []
     for done, have in zip(committed, allocated, strict=True):
-        wanted = -(-(done + reserve) // page_size) * page_size
+        wanted = -(-(done + reserve + ahead) // page_size) * page_size
         if done + reserve > last_page_end:
             raise RuntimeError(
                 f"a request of {done} tokens needs {done + reserve} positions, its row has "
@@ -78,33 +91,27 @@ class DFlashState(SpecInput):
         requests = batch.reqs
         committed = [request.kv.kv_committed_len for request in requests]
         allocated = [request.kv.kv_allocated_len for request in requests]
+        reserve, allocator = get_alloc_reserve_per_decode(), batch.token_to_kv_pool_allocator
+        ahead = get_alloc_len_per_decode()
+        # The scheduler has made sure of `reserve` alone.
+        if allocator.available_size() < len(requests) * (reserve + ahead + allocator.page_size):
+            ahead = 0
         lengths = reserved_lengths(
             committed,
             allocated,
-            reserve=get_alloc_reserve_per_decode(),
-            page_size=batch.token_to_kv_pool_allocator.page_size,
+            reserve=reserve,
+            page_size=allocator.page_size,
             row_width=batch.req_to_token_pool.req_to_token.shape[1],
+            ahead=ahead,
         )
-        allocated_cpu = torch.tensor(allocated, dtype=torch.int32)
-        lengths_cpu = torch.tensor(lengths, dtype=torch.int32)
-        alloc_for_spec_decode(
-            batch.tree_cache,
-            batch.req_to_token_pool,
-            reqs=requests,
-            req_pool_indices=batch.req_pool_indices,
-            cur_kv_lens=async_h2d(allocated, dtype=torch.int32, device=batch.device),
-            cur_kv_lens_cpu=allocated_cpu,
-            nxt_kv_lens=async_h2d(lengths, dtype=torch.int32, device=batch.device),
-            nxt_kv_lens_cpu=lengths_cpu,
-            num_needed_tokens=sum(lengths) - sum(allocated),
-            batch=batch,
-        )
+        if lengths != allocated:
+            _take_slots(batch, allocated, lengths)
         for request in requests:
             request.decode_batch_idx += 1
         # The overlap scheduler replaces these by the published lengths.
         batch.seq_lens_cpu = torch.tensor(committed, dtype=torch.int64)
         batch.seq_lens_sum = sum(committed)
-        self.reserved_lens_cpu = lengths_cpu.to(torch.int64)
+        self.reserved_lens_cpu = torch.tensor(lengths, dtype=torch.int64)
 
     def filter_batch(
         self, new_indices: torch.Tensor, new_indices_cpu: list[int] | None = None
@@ -121,3 +128,19 @@ class DFlashState(SpecInput):
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])
+
+
+def _take_slots(batch: ScheduleBatch, allocated: list[int], lengths: list[int]) -> None:
+    """Take KV slots, so that requests with `allocated` positions have `lengths`."""
+    alloc_for_spec_decode(
+        batch.tree_cache,
+        batch.req_to_token_pool,
+        reqs=batch.reqs,
+        req_pool_indices=batch.req_pool_indices,
+        cur_kv_lens=async_h2d(allocated, dtype=torch.int32, device=batch.device),
+        cur_kv_lens_cpu=torch.tensor(allocated, dtype=torch.int32),
+        nxt_kv_lens=async_h2d(lengths, dtype=torch.int32, device=batch.device),
+        nxt_kv_lens_cpu=torch.tensor(lengths, dtype=torch.int32),
+        num_needed_tokens=sum(lengths) - sum(allocated),
+        batch=batch,
+    )

@@ -46,6 +46,13 @@ def test_a_reservation_is_two_blocks_in_whole_pages(page_size: int, expected: li
     assert lengths == expected
 
 
+def test_a_reservation_is_taken_ahead_for_all_or_not_at_all() -> None:
+    asked = {"reserve": 16, "page_size": 1, "row_width": 100, "ahead": 8}
+    assert reserved_lengths([10, 24], [26, 41], **asked) == [26, 41]
+    assert reserved_lengths([11, 24], [26, 41], **asked) == [35, 48]
+    assert reserved_lengths([80], [90], **asked) == [100], "never beyond the row"
+
+
 def test_a_reservation_never_shrinks() -> None:
     assert reserved_lengths([10], [50], reserve=16, page_size=1, row_width=100) == [50]
 
