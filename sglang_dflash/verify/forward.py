@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -72,6 +73,7 @@ def verify_block(
     return Verified(rows, output.next_token_logits, features, result)
 
 
+@lru_cache(maxsize=256)  # as many as rows are kept
 def ragged_layout(rows: Rows) -> RaggedVerifyLayout | None:
     """Return SGLang's description of rows that are not whole blocks; None for whole ones."""
     if rows.are_whole_blocks:

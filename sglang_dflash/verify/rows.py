@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
@@ -13,9 +13,11 @@ from sglang_dflash.verify.transfer import to_device
 __all__ = ["Rows"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """The M verified rows, request after request, each request's in order.
+
+    Most steps have rows that were made before: what follows from them is worth keeping.
 
     Attributes:
         widths: [n] int64 in 1..B, rows of each request, the anchor's included.
@@ -57,7 +59,7 @@ class Rows:
         """Whether every row of every block is verified."""
         return len(self) == len(self.widths_cpu) * self.block_size
 
-    @property
+    @cached_property
     def columns(self) -> torch.Tensor | None:
         """[M] int64, the rows' places among the n*B of whole blocks; None where they are all."""
         return None if self.are_whole_blocks else self.request * self.block_size + self.offset
