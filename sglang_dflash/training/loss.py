@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["RowLabels", "label_cross_entropy", "position_weights"]
+__all__ = ["RowLabels", "RowLosses", "label_cross_entropy"]
 
 # Logits that exist at a time: few enough to stay in a CPU's cache, enough rows to pay for reading
 # the head's weight once a piece.
@@ -15,101 +15,99 @@ _PIECE_LOGITS = {"cpu": 2**22, "cuda": 2**27}
 
 
 class RowLabels(NamedTuple):
-    """The law that each row should have, on few tokens.
+    """The law that each row should have, on few tokens, and the token that the text has.
 
     Attributes:
+        tokens: [M] int64.
         ids: [M, k] int64.
         probs: [M, k] float32, adding up to 1 in a row.
     """
 
+    tokens: torch.Tensor
     ids: torch.Tensor
     probs: torch.Tensor
 
 
-def position_weights(block_size: int, decay: float) -> torch.Tensor:
-    """Return the weights of a block's rows 1..B-1, exp(-(k-1)/decay), [B-1] float32.
+class RowLosses(NamedTuple):
+    """What each row says against its label.
 
-    A refused early proposal makes all later ones worthless.
+    Attributes:
+        losses: [M] float32 (float64 for such a head), cross-entropies; they alone have a gradient.
+        log_probs: [M], of the same type, of the text's token.
+        best: [M] int64, the most likely token.
     """
-    return torch.exp(-torch.arange(block_size - 1, dtype=torch.float32) / decay)
+
+    losses: torch.Tensor
+    log_probs: torch.Tensor
+    best: torch.Tensor
 
 
 def label_cross_entropy(
     hidden: torch.Tensor,
     head: torch.Tensor,
     labels: RowLabels,
-    weights: torch.Tensor,
     bias: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the weighted mean of the rows' cross-entropies, and each row's most likely token.
+) -> RowLosses:
+    """Return the rows' cross-entropies, and what their weights and hits are made from.
 
-    The gradient is made together with the loss, piece by piece, so that neither logits nor
+    The gradient is made together with the losses, piece by piece, so that neither logits nor
     probabilities of all rows exist at once and none is computed twice. The head gets no gradient.
 
     Args:
         hidden: [M, H] float.
         head: [V, H] float, the output head's weight; its type is that of the products.
-        labels: What the rows should say; ids [M, k] are rows of the head.
-        weights: [M] float32, above 0.
+        labels: What the rows should say; tokens and ids are rows of the head.
         bias: [V] float, added to the logits, or None.
-
-    Returns:
-        The loss, a float32 scalar (float64 for such a head), and [M] int64.
     """
-    loss, predictions = _LabelCrossEntropy.apply(
-        hidden, head, labels.ids, labels.probs, weights / weights.sum(), bias
-    )
-    return loss, predictions
+    return RowLosses(*_LabelCrossEntropy.apply(hidden, head, labels, bias))
 
 
 class _LabelCrossEntropy(torch.autograd.Function):
-    """Loss and gradient in one pass over pieces of rows."""
+    """Losses and gradients in one pass over pieces of rows."""
 
     @staticmethod
     def forward(
         ctx: Any,
         hidden: torch.Tensor,
         head: torch.Tensor,
-        ids: torch.Tensor,
-        probs: torch.Tensor,
-        weights: torch.Tensor,
+        labels: RowLabels,
         bias: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.float64 if head.dtype == torch.float64 else torch.float32
-        total = torch.zeros((), dtype=wide, device=hidden.device)
+        losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+        log_probs = torch.empty_like(losses)
+        best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         gradient = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
-        predictions = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
         rows = max(32, _PIECE_LOGITS[hidden.device.type] // len(head))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
-            losses, gradient[part], predictions[part] = _piece(
-                hidden[part].to(head.dtype), head, ids[part], probs[part].to(wide), bias
-            )
-            total += (losses * weights[part]).sum()
-        ctx.save_for_backward(gradient.mul_(weights[:, None]).to(hidden.dtype))
-        ctx.mark_non_differentiable(predictions)
-        return total, predictions
+            own = RowLabels(labels.tokens[part], labels.ids[part], labels.probs[part].to(wide))
+            found, gradient[part] = _piece(hidden[part].to(head.dtype), head, own, bias)
+            losses[part], log_probs[part], best[part] = found
+        ctx.save_for_backward(gradient.to(hidden.dtype))
+        ctx.mark_non_differentiable(log_probs, best)
+        return losses, log_probs, best
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
-        return gradient * grad.to(gradient.dtype), None, None, None, None, None
+        # A row's weight is not rounded to a narrow type of the hidden states.
+        return (gradient * grad[:, None]).to(gradient.dtype), None, None, None
 
 
 def _piece(
-    hidden: torch.Tensor,
-    head: torch.Tensor,
-    ids: torch.Tensor,
-    probs: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return losses [m], their gradients by the hidden states [m, H], and best tokens [m]."""
+    hidden: torch.Tensor, head: torch.Tensor, labels: RowLabels, bias: torch.Tensor | None
+) -> tuple[RowLosses, torch.Tensor]:
+    """Return what m rows say, and the gradients of their losses by the hidden states [m, H]."""
     logits = hidden @ head.T if bias is None else torch.addmm(bias, hidden, head.T)  # [m, V]
+    wide = labels.probs.dtype
     highest, best = logits.max(dim=-1)
-    soft = torch.softmax(logits, dim=-1, dtype=probs.dtype)
+    soft = torch.softmax(logits, dim=-1, dtype=wide)
     # The best token's probability is at least 1/V, so that its logarithm is safe.
-    log_total = highest.to(probs.dtype) - soft.gather(1, best[:, None])[:, 0].log()
-    log_probs = logits.gather(1, ids).to(probs.dtype) - log_total[:, None]
+    log_total = highest.to(wide) - soft.gather(1, best[:, None])[:, 0].log()
+    log_probs = logits.gather(1, labels.ids).to(wide) - log_total[:, None]
+    own = logits.gather(1, labels.tokens[:, None])[:, 0].to(wide) - log_total
     # p less the label, before rounding: where a label is nearly certain, a narrow p has lost it.
-    soft.scatter_add_(1, ids, -probs)
-    return -(probs * log_probs).sum(-1), (soft.to(head.dtype) @ head).to(probs.dtype), best
+    soft.scatter_add_(1, labels.ids, -labels.probs)
+    found = RowLosses(-(labels.probs * log_probs).sum(-1), own, best)
+    return found, (soft.to(head.dtype) @ head).to(wide)

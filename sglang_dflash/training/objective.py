@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from sglang_dflash.training.anchors import block_labels
-from sglang_dflash.training.loss import RowLabels, label_cross_entropy, position_weights
+from sglang_dflash.training.loss import RowLabels, RowLosses, label_cross_entropy
+from sglang_dflash.training.row_weights import decay_weights, dpace_weights
 
 if TYPE_CHECKING:
     from sglang_dflash.training.batches import Batch
@@ -77,18 +78,16 @@ class BlockLoss(nn.Module):
         """Return loss and hits of a batch."""
         hidden = self.hidden_states(batch)  # [n, A, B, H]
         places, known = block_labels(batch.anchors, batch.lengths, batch.block_size)
-        text, block, row = known.nonzero(as_tuple=True)  # [M] each
+        text, block, row = where = known.nonzero(as_tuple=True)  # [M] each
         tokens = batch.tokens[text, places[text, block, row]]
         labels = self._labels(batch, text, places[text, block, row], tokens)
-        decay = self._settings.decay_of(batch.block_size)
-        weights = position_weights(batch.block_size, decay).to(hidden.device)[row]
         head, bias = self._head_and_bias(batch.uniforms)
         rows_hidden = hidden[text, block, row + 1]  # [M, H]
-        loss, best = label_cross_entropy(rows_hidden, head, labels, weights, bias)
-        hits = (best == self._place_of(tokens)).to(torch.int64)
+        found = label_cross_entropy(rows_hidden, head, labels, bias)
+        hits = (found.best == labels.tokens).to(torch.int64)
         rows = batch.block_size - 1
         return BlockResult(
-            loss,
+            self._weighted(found, known, where),
             torch.bincount(row, weights=hits.double(), minlength=rows).to(torch.int64),
             torch.bincount(row, minlength=rows),
         )
@@ -107,6 +106,32 @@ class BlockLoss(nn.Module):
         with torch.autocast(device, torch.bfloat16, enabled=self._autocast):
             features = batch.features if self._autocast else batch.features.to(wide)
             return self.draft.forward_blocks(embeddings, batch.anchors, features)
+
+    def _weighted(
+        self, found: RowLosses, known: torch.Tensor, where: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """Return the loss of a batch from those of its rows, a scalar.
+
+        Processes and accumulated batches are averaged afterwards, each with its own divisor: a
+        batch counts as one, however many of its blocks or rows have labels.
+
+        Args:
+            found: Of the M rows with a label.
+            known: [n, A, B-1] bool, which rows these are.
+            where: The same as M indices by dimension, [M] int64 each.
+        """
+        row = where[2]
+        if self._settings.position_weights == "decay":
+            block_size = known.shape[-1] + 1
+            decay = self._settings.decay_of(block_size)
+            weights = decay_weights(block_size, decay).to(row.device)[row]
+            return (found.losses * weights).sum() / weights.sum()
+        confidences = found.log_probs.new_zeros(known.shape)
+        confidences[where] = found.log_probs.exp()
+        weights = dpace_weights(confidences, known, self._settings.dpace_alpha)[where]
+        # By the blocks with a label, not by the weights: that these grow with what is accepted is
+        # part of the gradient.
+        return (found.losses * weights).sum() / (row == 0).sum()
 
     def _head_and_bias(self, uniforms: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the head's rows that the softmax is over, and what to add to their logits.
@@ -130,17 +155,18 @@ class BlockLoss(nn.Module):
         self, batch: Batch, text: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
     ) -> RowLabels:
         """Return the laws of rows whose tokens [M] stand at positions [M] of texts [M]."""
-        share = self._settings.soft_share
+        share, own = self._settings.soft_share, self._place_of(tokens)
         if share == 0 or batch.law_ids.shape[-1] == 0:
-            ids = self._place_of(tokens)[:, None]
-            return RowLabels(ids, torch.ones_like(ids, dtype=torch.float32))
+            ids = own[:, None]
+            return RowLabels(own, ids, torch.ones_like(ids, dtype=torch.float32))
         # The law of a token is what the target said at the one before.
         ids = batch.law_ids[text, positions - 1]
         probs = batch.law_logprobs[text, positions - 1].exp()
         places = self._place_of(ids)
         probs = probs.masked_fill(places < 0, 0.0)
         probs = share * probs / probs.sum(-1, keepdim=True).clamp(min=1e-30)
-        return RowLabels(places.clamp(min=0), probs + (1 - share) * (ids == tokens[:, None]))
+        probs = probs + (1 - share) * (ids == tokens[:, None])
+        return RowLabels(own, places.clamp(min=0), probs)
 
     def _place_of(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the head's rows of tokens; -1 where the softmax leaves one out."""

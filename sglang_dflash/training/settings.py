@@ -128,7 +128,10 @@ class LoopSettings:
         warmup_share: Share of the steps in which it rises; it then falls to 0 as a cosine.
         weight_decay: AdamW's.
         clip_norm: Largest norm of the gradient.
+        position_weights: `decay` for weights fixed by a row's place in its block, or `dpace` for
+            those that follow from the draft's own confidence in the rows of the block.
         position_decay: g of the weights exp(-(k-1)/g); None takes 7 / 5 / 4 at B = 16 / 10 / 8.
+        dpace_alpha: How far `dpace` moves a confidence towards 1; at 1 the weights are linear.
         soft_share: Share of the target's stored distribution in the labels, the rest is its token.
         softmax_vocabulary: `full`, or `seen` for the tokens that occur in the texts and a sample
             of the others that stands for all of them: a fraction of the head's cost.
@@ -150,7 +153,9 @@ class LoopSettings:
     warmup_share: float = 0.04
     weight_decay: float = 0.0
     clip_norm: float = 1.0
+    position_weights: Literal["decay", "dpace"] = "decay"
     position_decay: float | None = None
+    dpace_alpha: float = 0.5
     soft_share: float = 0.0
     softmax_vocabulary: Literal["full", "seen"] = "full"
     unseen_samples: int = 1024
@@ -172,6 +177,11 @@ class LoopSettings:
             _require(0 <= getattr(self, name) <= 1, f"train.{name}", getattr(self, name), "0 to 1")
         decay = self.position_decay
         _require(decay is None or decay > 0, "train.position_decay", decay, "above 0")
+        valid = decay is None or self.position_weights == "decay"
+        _require(valid, "train.position_decay", decay, "none with train.position_weights: dpace")
+        alpha = self.dpace_alpha
+        # At 0 the rows of a new draft have next to no weight.
+        _require(0 < alpha <= 1, "train.dpace_alpha", alpha, "above 0, at most 1")
         short = self.short_block_size
         _require(short == 0 or short >= 2, "train.short_block_size", short, "0, or 2 or more")
         valid = short > 0 or self.short_block_share == 0

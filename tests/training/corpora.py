@@ -57,8 +57,9 @@ def made_up_corpus(folder: Path, num_texts: int = 12, num_laws: int = 4, seed: i
     for i in range(num_texts):
         length, start = 14 + 3 * (i % 5), 3 + i % 4
         tokens = torch.randint(4, VOCAB, (length,), generator=generator, dtype=torch.int32)
-        law_ids = torch.rand((length, VOCAB), generator=generator).topk(num_laws).indices.int()
-        law_ids[:-1, 0] = tokens[1:]
+        keys = torch.rand((length, VOCAB), generator=generator)
+        keys[torch.arange(length - 1), tokens[1:].long()] = 1.0  # the text's token is among them
+        law_ids = keys.topk(num_laws).indices.int()
         texts.append(
             Text(
                 tokens,

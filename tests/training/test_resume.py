@@ -68,10 +68,11 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert torch.equal(weight, second[name]), name
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_killed_run_resumes_to_the_same_weights(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "weights"), [("bfloat16", "dpace"), ("float32", "decay")])
+def test_a_killed_run_resumes_to_the_same_weights(dtype: str, weights: str, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    expected = trainer_of(whole, dtype=dtype).run(whole, whole, quiet=True)
+    options = {"dtype": dtype, "position_weights": weights}
+    expected = trainer_of(whole, **options).run(whole, whole, quiet=True)
     code = f"""
         import os, signal, sys
         from pathlib import Path
@@ -83,7 +84,7 @@ def test_a_killed_run_resumes_to_the_same_weights(dtype: str, tmp_path: Path) ->
         def kill(step):
             if step == KILLED_AT:
                 os.kill(os.getpid(), signal.SIGKILL)
-        trainer_of(folder, dtype={dtype!r}).run(folder, folder, quiet=True, after_step=kill)
+        trainer_of(folder, **{options!r}).run(folder, folder, quiet=True, after_step=kill)
     """
     ended = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
@@ -91,7 +92,7 @@ def test_a_killed_run_resumes_to_the_same_weights(dtype: str, tmp_path: Path) ->
         check=False,
     )
     assert ended.returncode == -signal.SIGKILL
-    found = trainer_of(killed, dtype=dtype).run(killed, killed, resume=True, quiet=True)
+    found = trainer_of(killed, **options).run(killed, killed, resume=True, quiet=True)
     assert_same_weights(whole, killed)
     for one, other in zip(expected, found, strict=True):
         assert {**one, "seconds": 0} == {**other, "seconds": 0}

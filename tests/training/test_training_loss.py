@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from corpora import HIDDEN, VOCAB, config_of, made_up_corpus, random_draft
 
 import sglang_dflash.training.loss
 from sglang_dflash.training.batches import Order, draw_batch
-from sglang_dflash.training.loss import RowLabels, label_cross_entropy, position_weights
+from sglang_dflash.training.loss import RowLabels, label_cross_entropy
 from sglang_dflash.training.objective import BlockLoss
 from sglang_dflash.training.settings import LoopSettings
 
@@ -26,41 +26,45 @@ def rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, RowLabels, torch.Te
     head = torch.randn((31, 8), dtype=torch.float64, generator=generator)
     ids = torch.rand((70, 31), generator=generator).topk(3).indices
     probs = torch.rand((70, 3), generator=generator, dtype=torch.float64)
-    labels = RowLabels(ids, probs / probs.sum(-1, keepdim=True))
+    tokens = torch.randint(31, (70,), generator=generator)
+    labels = RowLabels(tokens, ids, probs / probs.sum(-1, keepdim=True))
     return hidden, head, labels, torch.rand(70, generator=generator, dtype=torch.float64) + 0.1
 
 
-def by_torch(
-    hidden: torch.Tensor, head: torch.Tensor, labels: RowLabels, weights: torch.Tensor
-) -> torch.Tensor:
-    laws = torch.zeros(len(hidden), len(head), dtype=hidden.dtype)
-    laws.scatter_add_(1, labels.ids, labels.probs)
-    each = F.cross_entropy(hidden @ head.T, laws, reduction="none")
-    return (each * weights).sum() / weights.sum()
+def by_torch(logits: torch.Tensor, labels: RowLabels) -> torch.Tensor:
+    laws = torch.zeros_like(logits).scatter_add_(1, labels.ids, labels.probs)
+    return F.cross_entropy(logits, laws, reduction="none")
 
 
 @pytest.mark.parametrize("piece", [1, 2**22])
-def test_loss_and_gradient_are_those_of_torch(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_losses_and_gradients_are_those_of_torch(
+    piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sglang_dflash.training.loss, "_PIECE_LOGITS", {"cpu": piece})
     hidden, head, labels, weights = rows()
     hidden.requires_grad_()
-    loss, best = label_cross_entropy(hidden, head, labels, weights)
-    (gradient,) = torch.autograd.grad(3 * loss, hidden)
-    expected = by_torch(hidden, head, labels, weights)
-    (expected_gradient,) = torch.autograd.grad(3 * expected, hidden)
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    found = label_cross_entropy(hidden, head, labels)
+    (gradient,) = torch.autograd.grad(found.losses, hidden, weights)
+    logits = hidden @ head.T
+    expected = by_torch(logits, labels)
+    (expected_gradient,) = torch.autograd.grad(expected, hidden, weights, retain_graph=True)
+    torch.testing.assert_close(found.losses, expected, rtol=1e-12, atol=0)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-14)
-    assert torch.equal(best, (hidden @ head.T).argmax(-1))
+    of_text = logits.log_softmax(-1)[torch.arange(70), labels.tokens].detach()
+    torch.testing.assert_close(found.log_probs, of_text, rtol=1e-12, atol=0)
+    assert torch.equal(found.best, logits.argmax(-1))
+    assert found.losses.requires_grad
+    assert not found.log_probs.requires_grad
 
 
 def test_a_token_twice_in_a_label_counts_twice() -> None:
-    hidden, head, _, weights = rows()
+    hidden, head, made_up, weights = rows()
     hidden.requires_grad_()
     ids = torch.zeros((70, 2), dtype=torch.int64)
-    twice = RowLabels(ids, torch.full((70, 2), 0.5))
-    once = RowLabels(ids[:, :1], torch.ones(70, 1))
+    twice = RowLabels(made_up.tokens, ids, torch.full((70, 2), 0.5))
+    once = RowLabels(made_up.tokens, ids[:, :1], torch.ones(70, 1))
     gradients = [
-        torch.autograd.grad(label_cross_entropy(hidden, head, labels, weights)[0], hidden)[0]
+        torch.autograd.grad(label_cross_entropy(hidden, head, labels).losses, hidden, weights)[0]
         for labels in (twice, once)
     ]
     torch.testing.assert_close(*gradients)
@@ -72,53 +76,95 @@ def test_narrow_products_keep_the_gradient_of_nearly_certain_rows() -> None:
     hidden = torch.zeros(1, 8)
     hidden[0, 0] = 8.0
     hidden.requires_grad_()
-    labels = RowLabels(torch.zeros((1, 1), dtype=torch.int64), torch.ones(1, 1))
-    loss, _ = label_cross_entropy(hidden, head, labels, torch.ones(1))
-    (gradient,) = torch.autograd.grad(loss, hidden)
+    ids = torch.zeros((1, 1), dtype=torch.int64)
+    found = label_cross_entropy(hidden, head, RowLabels(ids[0], ids, torch.ones(1, 1)))
+    (gradient,) = torch.autograd.grad(found.losses.sum(), hidden)
     certain = 1 / (1 + 3 * math.exp(-8.0))
-    assert float(loss.detach()) == pytest.approx(-math.log(certain), rel=1e-3)
+    assert float(found.losses.detach()) == pytest.approx(-math.log(certain), rel=1e-3)
+    assert float(found.log_probs) == pytest.approx(math.log(certain), rel=1e-3)
     assert float(gradient[0, 0]) == pytest.approx(certain - 1, rel=1e-2)
 
 
-@pytest.mark.parametrize(("block_size", "decay"), [(16, 7.0), (10, 5.0), (8, 4.0)])
-def test_weights_fall_as_published(block_size: int, decay: float) -> None:
-    assert LoopSettings().decay_of(block_size) == decay
-    weights = position_weights(block_size, decay)
-    expected = [math.exp(-(k - 1) / decay) for k in range(1, block_size)]
-    assert weights.tolist() == pytest.approx(expected)
+class Row(NamedTuple):
+    """A row with a label, float64 scalars: its cross-entropy, and the text's log-probability."""
+
+    loss: torch.Tensor
+    log_prob: torch.Tensor
 
 
-def loss_by_loops(module: BlockLoss, batch: Any, head: torch.Tensor, decay: float) -> float:
-    """Return the loss label by label; the text is read as a person would."""
+def blocks_by_loops(module: BlockLoss, batch: Any, head: torch.Tensor, share: float) -> list:
+    """Return the labelled rows of each block; the text is read as a person would."""
     hidden = module.hidden_states(batch)
-    total = weight_sum = 0.0
+    blocks = []
     for text in range(len(batch.tokens)):
         for block, anchor in enumerate(batch.anchors[text].tolist()):
+            own = []
             for k in range(1, batch.block_size):
                 if anchor < 0 or anchor + k >= batch.lengths[text]:
                     continue
+                log_probs = torch.log_softmax(hidden[text, block, k] @ head.T, dim=-1)
                 token = int(batch.tokens[text, anchor + k])
-                law = torch.log_softmax(hidden[text, block, k] @ head.T, dim=-1)
-                weight = math.exp(-(k - 1) / decay)
-                total -= weight * float(law[token])
-                weight_sum += weight
-    return total / weight_sum
+                said = batch.law_logprobs[text, anchor + k - 1].double().softmax(-1)
+                loss = -(1 - share) * log_probs[token]
+                for number, prob in zip(batch.law_ids[text, anchor + k - 1], said, strict=True):
+                    loss = loss - share * prob * log_probs[number]
+                own.append(Row(loss, log_probs[token]))
+            if own:
+                blocks.append(own)
+    return blocks
 
 
-def test_row_k_learns_the_token_k_after_the_anchor(tmp_path: Path) -> None:
+def decay_by_loops(blocks: list[list[Row]], decay: float) -> torch.Tensor:
+    weighted = [(math.exp(-k / decay), row.loss) for own in blocks for k, row in enumerate(own)]
+    return sum(w * loss for w, loss in weighted) / sum(w for w, _ in weighted)
+
+
+def dpace_by_loops(blocks: list[list[Row]], alpha: float) -> torch.Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for own in blocks:
+        smoothed = [(1 - alpha) * math.exp(row.log_prob.detach()) + alpha for row in own]
+        for j, row in enumerate(own):
+            credit = sum(math.prod(smoothed[: m + 1]) for m in range(j, len(own)))
+            total = total + credit * row.loss
+    return total / len(blocks)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("weights", ["decay", "dpace"])
+def test_loss_and_gradient_are_those_of_a_plain_formula(
+    weights: str, share: float, tmp_path: Path
+) -> None:
+    """Row k learns the token k after the anchor, and weighs what it should."""
     corpus = made_up_corpus(tmp_path)
-    settings = LoopSettings(texts_per_batch=3, anchors_per_text=5, dtype="float32")
+    settings = LoopSettings(
+        texts_per_batch=3,
+        anchors_per_text=12,
+        dtype="float32",
+        soft_share=share,
+        position_weights=weights,  # type: ignore[arg-type]
+        dpace_alpha=0.3,
+    )
     batch = draw_batch(corpus, Order(corpus, 3, 0), 1, 4, settings)
     generator = torch.Generator().manual_seed(0)
-    embedding = torch.randn((VOCAB, HIDDEN), generator=generator)
-    head = torch.randn((VOCAB, HIDDEN), generator=generator)
-    module = BlockLoss(random_draft(config_of()), embedding, head, settings)
-    with torch.no_grad():
-        result = module(batch)
-        expected = loss_by_loops(module, batch, head, settings.decay_of(4))
-    assert float(result.loss) == pytest.approx(expected, rel=1e-5)
+    shape = (VOCAB, HIDDEN)
+    embedding, head = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
+    module = BlockLoss(random_draft(config_of()).double(), embedding, head, settings)
+    result = module(batch)
+    blocks = blocks_by_loops(module, batch, head, share)
+    assert {len(own) for own in blocks} == {1, 2, 3}, "some blocks are cut"
+    if weights == "decay":
+        expected = decay_by_loops(blocks, settings.decay_of(4))
+    else:
+        expected = dpace_by_loops(blocks, 0.3)
+    parameters = list(module.draft.parameters())
+    gradients, expected_gradients = (
+        torch.autograd.grad(loss, parameters) for loss in (result.loss, expected)
+    )
+    # Weights of `decay` and soft labels are float32.
+    torch.testing.assert_close(result.loss, expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-4, atol=1e-6)
     assert bool((result.correct <= result.counted).all())
-    assert int(result.counted[0]) == int((batch.anchors >= 0).sum())
+    assert int(result.counted[0]) == int((batch.anchors >= 0).sum()) == len(blocks)
 
 
 def test_softmax_over_seen_tokens_is_that_of_a_smaller_head(tmp_path: Path) -> None:

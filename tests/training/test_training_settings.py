@@ -44,6 +44,13 @@ def test_settings_survive_their_own_file() -> None:
         ({"data": 3}, "data: expected keys"),
         ({"data": {"num_laws": 0}, "train": {"soft_share": 0.5}}, "data.num_laws is 0"),
         ({"train": {"short_block_size": 16}}, "train.short_block_size is 16"),
+        ({"train": {"position_weights": "dpac"}}, "is 'dpac', expected decay or dpace"),
+        ({"train": {"dpace_alpha": 0.0}}, "train.dpace_alpha is 0.0, expected above 0, at most 1"),
+        ({"train": {"dpace_alpha": 1.5}}, "train.dpace_alpha is 1.5, expected above 0, at most 1"),
+        (
+            {"train": {"position_weights": "dpace", "position_decay": 4.0}},
+            "train.position_decay is 4.0, expected none with train.position_weights: dpace",
+        ),
     ],
 )
 def test_a_wrong_setting_is_named(stated: dict[str, Any], message: str) -> None:
