@@ -27,7 +27,9 @@ __all__ = ["LEARN_FROM", "BudgetController", "Step", "draft_widths"]
 Array = NDArray[np.float64]
 
 LEARN_FROM = 8  # request-steps learnt from together: an update takes as long for one as for many
-_FRESH = 4  # steps for which prices are kept: to work them out takes a per cent of a short step
+# Steps for which prices are kept, for to work them out takes some per cent of a short step; a plain
+# step teaches nothing but its own price.
+_FRESH, _FRESH_WHILE_PLAIN = 4, 16
 _PLAIN_PAUSE = 32  # steps between two that time plain decoding while drafting, at least
 
 
@@ -187,10 +189,11 @@ class BudgetController:
         self._context_tokens = context_tokens
         if self.limits.widest == 1:
             return self._step
-        self._age += 1
-        if self._prices is None or self._prices.n != n or self._age >= _FRESH:
-            self._prices, self._age = self._look_ahead(n), 0
         before = self._switch.drafting
+        self._age += 1
+        fresh = _FRESH if before or self._step.drafts else _FRESH_WHILE_PLAIN
+        if self._prices is None or self._prices.n != n or self._age >= fresh:
+            self._prices, self._age = self._look_ahead(n), 0
         drafting = self._plain_is_barred or self._switch.turn(self._advantage())
         if drafting != before:
             self._looks = self._plain_checks = 0
