@@ -54,8 +54,13 @@ class CpuAttentionBackend(AttentionBackend):
     # before the forward; the `seq_lens_cpu` mirror lags a step under overlap scheduling.
     needs_cpu_seq_lens = False
 
-    def __init__(self, model_runner: ModelRunner) -> None:
+    def __init__(self, model_runner: ModelRunner, *, batch_invariant: bool = False) -> None:
         """Take the pools of `model_runner`; refuse models whose attention is not here.
+
+        Args:
+            model_runner: whose layers attend.
+            batch_invariant: whether a target row's result must not depend on the rest of its
+                forward.
 
         Raises:
             ValueError: MLA attention or an encoder-decoder model.
@@ -74,7 +79,7 @@ class CpuAttentionBackend(AttentionBackend):
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.forward_metadata: _Forward | None = None
         self._workspace = Workspace()
-        self._by_row = is_batch_invariant()
+        self._by_row = batch_invariant
         pool = self.token_to_kv_pool
         self._sliding_layers = (
             frozenset(layer for layer, (_, sliding) in pool.layers_mapping.items() if sliding)
@@ -184,4 +189,4 @@ def _row_lengths(batch: ForwardBatch) -> tuple[list[int], list[int]]:
 
 def create_backend(model_runner: ModelRunner) -> CpuAttentionBackend:
     """Return the back end of one model runner (SGLang's registry calls this)."""
-    return CpuAttentionBackend(model_runner)
+    return CpuAttentionBackend(model_runner, batch_invariant=is_batch_invariant())
