@@ -91,9 +91,9 @@ def answer_lengths(load: Load, count: int, repeat: int = 0) -> list[int]:
         count: Answers.
         repeat: Each repeat has lengths of its own.
     """
-    shortest = max(1, int(load.max_new_tokens * load.random_range_ratio))
     die = np.random.default_rng((load.seed, repeat))
-    return die.integers(shortest, load.max_new_tokens, endpoint=True, size=count).tolist()
+    lengths = die.integers(load.shortest_answer, load.max_new_tokens, endpoint=True, size=count)
+    return lengths.tolist()
 
 
 def point_seconds(recipe: Recipe, level: Level) -> float:

@@ -94,7 +94,7 @@ def machine_line(run: StoredRun) -> str:
 def _answers(load: Load) -> str:
     if not load.ignore_eos:
         return f"at most {load.max_new_tokens} tokens an answer"
-    lengths = sorted({int(load.max_new_tokens * load.random_range_ratio), load.max_new_tokens})
+    lengths = sorted({load.shortest_answer, load.max_new_tokens})
     return f"exactly {' to '.join(map(str, lengths))} tokens an answer"
 
 

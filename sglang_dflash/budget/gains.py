@@ -19,12 +19,12 @@ _PRIOR_WEIGHT = 4.0  # request-steps
 class GainCurve:
     """Expected tokens per request as a function of verified rows per request, best plan.
 
-    The host plans from it when it must not wait for the device, and decides from it over how many
-    rows of each block the draft runs, if at all. Per request, so that what is learnt at one load
-    serves at another. For every draft width it is the running mean of the curve "sum of the M
-    highest survivals" over some request-steps that share M rows: concave, 1 at one row. A request
-    alone shares them with itself over time, as plans by the long-run rate do. What a narrow
-    draft did not propose is taken to be accepted as such proposals were before.
+    The controller decides from it over how many rows of each block the draft runs, if at all. Per
+    request, so that what is learnt at one load serves at another. For every draft width it is the
+    running mean of the curve "sum of the M highest survivals" over some request-steps that share M
+    rows: concave, 1 at one row. A request alone shares them with itself over time, as plans by the
+    long-run rate do. What a narrow draft did not propose is taken to be accepted as such proposals
+    were before.
 
     Args:
         block_size: B.
