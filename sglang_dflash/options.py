@@ -14,13 +14,14 @@ from sglang_dflash.budget.pacing import Pacing
 __all__ = ["CONFIG_FLAG", "Options"]
 
 WorkerChoice = Literal["plugin", "upstream"]
-BudgetChoice = Literal["measured", "fixed"]
+BudgetChoice = Literal["auto", "measured", "fixed"]
 
 CONFIG_FLAG = "--speculative-adaptive-config"
 
 _MEANINGS = {
     "plugin": "serves DFLASH with sglang-dflash",
     "upstream": "with SGLang's own worker",
+    "auto": "is 'measured' on a CPU, 'fixed' elsewhere",
     "measured": "verifies the rows that pay by measured step times",
     "fixed": "whole blocks whatever they cost",
 }
@@ -78,7 +79,7 @@ class Options:
     """
 
     worker: WorkerChoice = "plugin"
-    budget: BudgetChoice = "measured"
+    budget: BudgetChoice = "auto"
     min_width: int = 1
     max_width: int | None = None
     pacing: Pacing = field(default_factory=Pacing)
@@ -190,11 +191,10 @@ def _choice(key: str, value: Any, source: str) -> Any:
     choices = get_args({"worker": WorkerChoice, "budget": BudgetChoice}[key])
     chosen = value.strip().lower() if isinstance(value, str) else value
     if chosen not in choices:
-        first, second = (f"'{choice}'" for choice in choices)
+        known = ", ".join(f"'{choice}' {_MEANINGS[choice]}" for choice in choices)
         raise ValueError(
-            f"{source} is not one of {', '.join(choices)}: {first} (the default) "
-            f"{_MEANINGS[choices[0]]}, {second} {_MEANINGS[choices[1]]}. Leave it out or choose "
-            "one."
+            f"{source} is not one of {', '.join(choices)}: {known}; '{choices[0]}' is the default. "
+            "Leave it out or choose one."
         )
     return chosen
 

@@ -28,6 +28,7 @@ _PENALTIES = "sglang.srt.sampling.penaltylib.orchestrator.BatchedPenalizerOrches
 _META_INFO = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 )
+_RAGGED = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.supports_ragged_verify"
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
@@ -76,6 +77,7 @@ def _register_hooks() -> None:
     register_resolution_hook("handle_speculative_decoding")(_resolve_arguments)
     HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
     HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
+    HookRegistry.register(_RAGGED, _verifies_ragged, HookType.AROUND)
     HookRegistry.register(_ROW_WIDTH, _widen_rows, HookType.AROUND)
     HookRegistry.register(_META_INFO, _tell_acceptance, HookType.AROUND)
     HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
@@ -125,6 +127,7 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
 
         check_start(settings, options, target)
         _take_over_adaptive(server_args, settings)
+        _ask_for_ragged_graphs(options)
     previous(server_args)
 
 
@@ -137,18 +140,39 @@ def _take_over_adaptive(server_args: Any, settings: Any) -> None:
         logger.info("--speculative-adaptive adds nothing: DFLASH's budget is on by default")
 
 
+def _ask_for_ragged_graphs(options: Any) -> None:
+    """Have SGLang capture its verify graphs by rows, where a step on a GPU chooses their number."""
+    from sglang.srt.platforms import current_platform
+
+    from sglang_dflash.seams import GRAPH_SEAMS, check
+
+    if options.budget == "measured" and not current_platform.is_out_of_tree():
+        _refuse_moved(check(GRAPH_SEAMS))
+        # In the environment, for the scheduler's processes are yet to start.
+        os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
+
+
+def _verifies_ragged(original: Callable[[Any], bool], algorithm: Any) -> bool:
+    """Let SGLang capture them for our worker; its graph runner asks this, and the mode."""
+    return original(algorithm) or (algorithm.is_dflash() and _serves_here())
+
+
 def _create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
     """Give the scheduler our worker where DFLASH is asked for and ours can serve it."""
     if not algorithm.is_dflash():
         return original(algorithm, server_args)
     _check_hooks()
     from sglang.srt.arg_groups.model_override_base import resolving_view
+    from sglang.srt.platforms import current_platform
 
     options = _options(resolving_view(server_args))
     reason = _choose_upstream(server_args, options, _target(server_args))
     if reason is None:
+        from sglang_dflash.routing import check_back_end
         from sglang_dflash.worker import DFlashWorker
 
+        if not current_platform.is_out_of_tree():
+            check_back_end(resolving_view(server_args), options)
         return DFlashWorker
     logger.info("DFLASH is served by SGLang's own worker: %s", reason)
     return original(algorithm, server_args)
@@ -284,10 +308,11 @@ def _check_hooks() -> None:
     """
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    from sglang_dflash.errors import PluginConflict, SeamMoved
-    from sglang_dflash.seams import TESTED_SGLANG, check
+    from sglang_dflash.errors import PluginConflict
+    from sglang_dflash.seams import check
 
-    targets = [_CREATE_WORKER, _ADMISSION, _META_INFO, _ROW_WIDTH, _SEEDED_DRAW, _PENALTIES]
+    targets = [_CREATE_WORKER, _ADMISSION, _RAGGED, _META_INFO, _ROW_WIDTH]
+    targets += [_SEEDED_DRAW, _PENALTIES]
     targets += [hook[0] for hook in _cpu_hooks()]
     problems = check()
     problems += [
@@ -295,12 +320,7 @@ def _check_hooks() -> None:
         for target in targets
         if target not in HookRegistry._patched
     ]
-    if problems:
-        raise SeamMoved(
-            f"sglang-dflash was made for SGLang {TESTED_SGLANG} and cannot serve DFLASH on this "
-            f"one: {'; '.join(problems)}. Install sglang=={TESTED_SGLANG}, or uninstall "
-            "sglang-dflash."
-        )
+    _refuse_moved(problems)
     foreign = sorted(
         f"{source.plugin_name} ({target})"
         for target in (_CREATE_WORKER, _UPSTREAM_WORKER, _ADMISSION)
@@ -311,4 +331,16 @@ def _check_hooks() -> None:
         raise PluginConflict(
             f"these plugins also change DFLASH: {', '.join(foreign)}. Name the one to use with "
             f"SGLANG_PLUGINS (ours is {_PLUGIN_NAME!r}), or uninstall the other."
+        )
+
+
+def _refuse_moved(problems: list[str]) -> None:
+    from sglang_dflash.errors import SeamMoved
+    from sglang_dflash.seams import TESTED_SGLANG
+
+    if problems:
+        raise SeamMoved(
+            f"sglang-dflash was made for SGLang {TESTED_SGLANG} and cannot serve DFLASH on this "
+            f"one: {'; '.join(problems)}. Install sglang=={TESTED_SGLANG}, or uninstall "
+            "sglang-dflash."
         )

@@ -12,8 +12,9 @@ from sglang_dflash.draft.token_map import read_token_map, token_map_of
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.options import Options
 
-__all__ = ["Target", "check_start", "upstream_reason"]
+__all__ = ["Target", "check_back_end", "check_start", "upstream_reason"]
 
+_RAGGED_BACK_ENDS = ("fa3", "fa4", "trtllm_mha")  # whose verify graphs take unequal widths
 _SAMPLING_BACKENDS = ("pytorch", "flashinfer", "intel_xpu")
 _DRAFT_PATH = "--speculative-draft-model-path"
 
@@ -134,3 +135,31 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
     token_map = token_map_of(folder, settings.speculative_token_map)
     if token_map is not None:
         read_token_map(token_map, target.vocab_size)
+
+
+def check_back_end(settings: Any, options: Options) -> None:
+    """Refuse, on a GPU, an attention back end that the budget cannot work with.
+
+    Args:
+        settings: SGLang's resolved server arguments, read by name.
+        options: the plugin's own.
+
+    Raises:
+        ValueError: the budget is asked for, and verify graphs of this back end have one width.
+    """
+    if options.budget != "measured":
+        return
+    by_decode = settings.speculative_attention_mode == "decode"
+    named = settings.decode_attention_backend if by_decode else settings.prefill_attention_backend
+    found = named or settings.attention_backend
+    if found not in _RAGGED_BACK_ENDS:
+        raise ValueError(
+            f"SGLANG_DFLASH_BUDGET=measured with --attention-backend {found}: on a GPU the budget "
+            f"needs verify graphs of unequal widths, which {', '.join(_RAGGED_BACK_ENDS)} have. "
+            "Choose one of them, or unset SGLANG_DFLASH_BUDGET to verify whole blocks."
+        )
+    if settings.disable_cuda_graph:
+        raise ValueError(
+            "SGLANG_DFLASH_BUDGET=measured with --disable-cuda-graph: without graphs a step takes "
+            "the time of its launches, whatever it verifies. Leave one of the two out."
+        )

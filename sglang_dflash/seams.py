@@ -7,7 +7,7 @@ import inspect
 import pkgutil
 from typing import NamedTuple
 
-__all__ = ["SEAMS", "TESTED_SGLANG", "Seam", "check"]
+__all__ = ["GRAPH_SEAMS", "SEAMS", "TESTED_SGLANG", "Seam", "check"]
 
 TESTED_SGLANG = "0.5.23"
 
@@ -221,6 +221,10 @@ SEAMS: tuple[Seam, ...] = (
             "ragged_verify_layout",
         ),
     ),
+    Seam(_SPEC + "spec_info.SpeculativeAlgorithm.supports_ragged_verify", ("self",)),
+    Seam(_SPEC + "ragged_verify.RaggedVerifyMode.COMPACT"),
+    Seam(_SRT + "layers.attention.base_attn_backend.AttentionBackend.supports_ragged_verify_graph"),
+    Seam(_SRT + "distributed.parallel_state.GroupCoordinator.broadcast", ("self", "input_", "src")),
     Seam(
         _SPEC + "ragged_verify.RaggedVerifyLayout",
         (
@@ -278,6 +282,15 @@ SEAMS: tuple[Seam, ...] = (
         _SRT + "layers.rotary_embedding.get_rope",
         ("head_size", "rotary_dim", "max_position", "base", "rope_scaling", "is_neox_style"),
     ),
+)
+
+# Of verify graphs by rows, asked for on a GPU alone: their module loads its kernels.
+GRAPH_SEAMS: tuple[Seam, ...] = (
+    Seam(
+        _RUN + "runner.decode_cuda_graph_runner.DecodeCudaGraphRunner._ragged_capture_slots",
+        ("self", "num_tokens"),
+    ),
+    Seam(_RUN + "runner.decode_cuda_graph_runner.ragged_verify_compact_graphs_enabled"),
 )
 
 

@@ -6,27 +6,30 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.runtime_context import get_observability, get_parallel
-from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.utils.common import async_d2h
 
 from sglang_dflash.budget.calibration import Calibrator
+from sglang_dflash.budget.clock import clock_of
 from sglang_dflash.budget.controller import BudgetController, draft_widths
 from sglang_dflash.budget.cost import CostModel, SweepPoint, sweep_points
+from sglang_dflash.budget.late import Host, LateWidths
+from sglang_dflash.budget.late_controller import LateController
 from sglang_dflash.budget.planner import Limits
 from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, WidthPolicy
-from sglang_dflash.cpu.attention import CpuAttentionBackend
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.forward import DraftForward, VerifyRows, verify_batch
-from sglang_dflash.metrics import CountedWidths
+from sglang_dflash.metrics import CountedWidths, StepCounters
 from sglang_dflash.options import Options
 from sglang_dflash.trace import TracedWidths
-from sglang_dflash.verify.forward import ragged_layout
+from sglang_dflash.verify.first_rank import FirstRank
+from sglang_dflash.verify.forward import verify_input_of
+from sglang_dflash.verify.graphs import host_waits, row_buckets, takes_ragged_graphs
 from sglang_dflash.verify.rows import Rows
 
 __all__ = ["measure_steps", "width_policy"]
@@ -43,7 +46,7 @@ def width_policy(
     options: Options,
     runner: ModelRunner,
     draft: DraftForward,
-    agree: Callable[[torch.Tensor], torch.Tensor],
+    first_rank: FirstRank,
     *,
     block_size: int,
     max_requests: int,
@@ -54,71 +57,107 @@ def width_policy(
         options: what the user asks for.
         runner: the target's.
         draft: the draft.
-        agree: broadcasts a tensor from the first rank, whose clock decides for all.
+        first_rank: whose clock decides for all.
         block_size: B.
         max_requests: most requests that run together.
     """
     if options.budget == "fixed":
         return FixedWidth(block_size)
     limits = Limits(block_size, options.min_width, options.max_width)
-    if not isinstance(runner.attn_backend, CpuAttentionBackend):
-        logger.info(
-            "DFLASH verifies whole blocks: unequal widths are tested on the CPU's attention alone"
-        )
-        if options.trace is not None:
-            logger.warning("SGLANG_DFLASH_TRACE: nothing is written, for no width is chosen")
-        if (limits.min_width, limits.widest) != (1, block_size):
-            logger.warning("SGLANG_DFLASH_MIN_WIDTH and MAX_WIDTH have no effect here")
+    late = not host_waits(runner)
+    if late and (options.budget == "auto" or not takes_ragged_graphs(runner)):
+        _tell_whole_blocks(options, limits)
         return FixedWidth(block_size)
-    cost = measure_steps(runner, draft, limits, max_requests, agree)
-    parts = (
-        BudgetController(cost, limits, options.pacing, draft_widths(limits)),
-        Calibrator(block_size, device=runner.device),
-    )
-    counted = get_observability().enable_metrics and get_parallel().tp_rank == 0
+    widths = (limits.widest,) if late else draft_widths(limits)  # the draft has one graph a batch
+    sizes = _Sizes(block_size, limits.widest, min(max_requests, _MAX_REQUESTS), widths)
+    cost = CostModel(max_requests, block_size)
+    measure_steps(cost, runner, draft, sizes, first_rank)
+    calibrator = Calibrator(block_size, device=runner.device)
+    leads = get_parallel().tp_rank == 0
+    counted = leads and get_observability().enable_metrics
+    if late:
+        if options.trace is not None:
+            logger.warning("SGLANG_DFLASH_TRACE: nothing is written, steps are not waited for")
+        host = Host(clock_of(runner.device), async_d2h, first_rank.numbers, first_rank.tensor)
+        controller = LateController(cost, limits, row_buckets(runner), options.pacing, widths)
+        return LateWidths(controller, calibrator, host, StepCounters().count if counted else None)
+    parts = (BudgetController(cost, limits, options.pacing, widths), calibrator)
     policy = CountedWidths(*parts) if counted else MeasuredWidths(*parts)
-    if options.trace is not None and get_parallel().tp_rank == 0:
+    if options.trace is not None and leads:
         return TracedWidths(policy, options.trace, block_size)
     return policy
 
 
+def _tell_whole_blocks(options: Options, limits: Limits) -> None:
+    """Say that the budget is off, and what is without effect therefore."""
+    if options.budget == "auto":
+        reason = "the budget was measured on CPUs alone; SGLANG_DFLASH_BUDGET=measured tries it"
+    else:
+        reason = (
+            "SGLANG_DFLASH_BUDGET=measured needs ragged verify graphs, which this attention back "
+            "end or --disable-cuda-graph does without; fa3, fa4 and trtllm_mha have them"
+        )
+    logger.info("DFLASH verifies whole blocks: %s", reason)
+    if options.trace is not None:
+        logger.warning("SGLANG_DFLASH_TRACE: nothing is written, for no width is chosen")
+    if (limits.min_width, limits.widest) != (1, limits.block_size):
+        logger.warning("SGLANG_DFLASH_MIN_WIDTH and MAX_WIDTH have no effect here")
+
+
+class _Sizes(NamedTuple):
+    """Which steps are measured.
+
+    Attributes:
+        block_size: B.
+        widest: rows of a request at most.
+        max_requests: at most.
+        draft_widths: that the draft may run over.
+    """
+
+    block_size: int
+    widest: int
+    max_requests: int
+    draft_widths: tuple[int, ...]
+
+    def points(self) -> list[SweepPoint]:
+        """Return them, cheapest first."""
+        return [
+            point
+            for point in sweep_points(self.max_requests, max(2, self.widest))
+            if point.part == "target" or point.num_rows // point.num_requests in self.draft_widths
+        ]
+
+
 def measure_steps(
+    cost: CostModel,
     runner: ModelRunner,
     draft: DraftForward,
-    limits: Limits,
-    max_requests: int,
-    agree: Callable[[torch.Tensor], torch.Tensor],
-) -> CostModel:
-    """Return the times of both parts of steps of every size up to a time limit, cheapest first.
+    sizes: _Sizes,
+    first_rank: FirstRank,
+) -> None:
+    """Take the times of both parts of steps of every size up to a time limit, cheapest first.
 
     The requests are made up: they read and write the pool's padding slot, which belongs to nobody.
 
     Args:
+        cost: takes them.
         runner: the target's.
         draft: the draft.
-        limits: bounds on the widths; wider steps are not measured.
-        max_requests: most requests that run together.
-        agree: broadcasts a tensor from the first rank, so that all measure the same points.
+        sizes: of the steps.
+        first_rank: says when to stop, so that all measure the same points, and what was seen.
     """
-    block_size = limits.block_size
-    cost = CostModel(max_requests, block_size)
     began = time.perf_counter()
-    points = sweep_points(min(max_requests, _MAX_REQUESTS), max(2, limits.widest))
+    points = sizes.points()
     num_measured = 0
     for point in points:
         known = cost.knows("target") and cost.knows("draft")
-        goes_on = torch.tensor(time.perf_counter() - began < _SECONDS, dtype=torch.int64)
-        if known and not bool(agree(goes_on)):
+        in_time = time.perf_counter() - began < _SECONDS
+        if known and not first_rank.numbers([int(in_time)])[0]:
             break
-        seconds = [_seconds(runner, draft, block_size, point) for _ in range(_REPEATS)]
-        usual = torch.tensor(statistics.median(seconds), dtype=torch.float64)
-        cost.observe(
-            point.part,
-            point.num_requests,
-            point.num_rows,
-            _CONTEXT * point.num_requests,
-            float(agree(usual)),
-        )
+        seconds = [_seconds(runner, draft, sizes.block_size, point) for _ in range(_REPEATS)]
+        (usual,) = first_rank.numbers([round(statistics.median(seconds) * 1e9)])
+        context = _CONTEXT * point.num_requests
+        cost.observe(point.part, point.num_requests, point.num_rows, context, usual / 1e9)
         num_measured += 1
     logger.info(
         "DFLASH verifies what pays: %d of %d sizes of pass were measured in %.1f s",
@@ -126,7 +165,6 @@ def measure_steps(
         len(points),
         time.perf_counter() - began,
     )
-    return cost
 
 
 class _Made(NamedTuple):
@@ -143,14 +181,17 @@ def _seconds(runner: ModelRunner, draft: DraftForward, block_size: int, point: S
     """Return how long a part of a step takes: the draft, or the target and injection."""
     n = point.num_requests
     rows = Rows.of([point.num_rows // n] * n, block_size, runner.device)
-    started = time.perf_counter()
+    clock = clock_of(runner.device)
+    started = clock.mark()
     with torch.inference_mode():
         batch, block, plan = _made_up(runner, n, block_size)
         if point.part == "draft":
             draft.propose(batch, block, rows, plan, None, with_confidence=True)
         else:
             _verify(runner, draft, batch, block, rows, plan)
-    return time.perf_counter() - started
+    ended = clock.mark()
+    clock.wait(ended)
+    return clock.seconds(started, ended)
 
 
 def _verify(
@@ -161,19 +202,12 @@ def _verify(
     rows: Rows,
     plan: KVLocPlan,
 ) -> None:
-    spec_info = DFlashVerifyInput(
-        draft_token=rows.take(block.ids),
-        positions=rows.take(block.positions),
-        draft_token_num=rows.block_size,
-        kv_loc_plan=plan,
-        kv_loc_cols=rows.columns,
-        ragged_verify_layout=ragged_layout(rows),
-    )
-    taken = VerifyRows(*(rows.take(values) for values in block))
-    forward = verify_batch(runner, batch, taken, spec_info, plan, rows.columns)
+    spec_info, locs = verify_input_of(block, rows, plan, row_buckets(runner))
+    taken = VerifyRows(spec_info.draft_token, spec_info.positions, locs)
+    forward = verify_batch(runner, batch, taken, spec_info, plan, spec_info.kv_loc_cols)
     output = runner.forward(forward).logits_output
-    output.next_token_logits.argmax(dim=-1)
-    draft.inject(output.hidden_states, taken.positions, plan, rows.columns)
+    output.next_token_logits[: len(rows)].argmax(dim=-1)
+    draft.inject(output.hidden_states, rows.take(block.positions), plan, rows.columns)
 
 
 def _made_up(runner: ModelRunner, n: int, block_size: int) -> tuple[_Made, Block, KVLocPlan]:

@@ -38,7 +38,9 @@ from sglang_dflash.state import DFlashState
 from sglang_dflash.sweep import width_policy
 from sglang_dflash.verify.constraints import Constraints
 from sglang_dflash.verify.decide import Decider, sampled_rows, sampling_of
+from sglang_dflash.verify.first_rank import FirstRank
 from sglang_dflash.verify.forward import verify_block
+from sglang_dflash.verify.graphs import host_waits, row_buckets
 from sglang_dflash.verify.rows import Rows
 
 __all__ = ["DFlashWorker"]
@@ -64,8 +66,8 @@ class DFlashWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.block_size  # SGLang's metrics read it
         self._target_worker = target_worker
         target = target_worker.model_runner
-        self._group = get_dp_tp_group()
-        self._ranks = SpecTpSync(self._group)
+        group = get_dp_tp_group()
+        self._ranks, self._first_rank = SpecTpSync(group), FirstRank(group)
         self._decider = Decider(target.sampler, self._ranks)
         config = served_draft_config()
         self._draft_worker = build_draft_worker(server_args, gpu_id, nccl_port, target_worker)
@@ -140,7 +142,9 @@ class DFlashWorker(BaseSpecWorker):
         proposal = self._propose(batch, block, plan)
         rows = self._rows(batch, proposal)
         chain = self._constraints.chain(batch, block, proposal.tokens)
-        verified = verify_block(self._target_worker, batch, block, proposal.tokens, rows, plan)
+        verified = verify_block(
+            self._target_worker, batch, block, proposal.tokens, rows, plan, self._buckets
+        )
         self._constraints.apply(
             batch, verified.logits, rows, proposal.tokens, chain, grammar_barrier
         )
@@ -154,7 +158,7 @@ class DFlashWorker(BaseSpecWorker):
             rows.take(block.positions),
             plan,
             rows.columns,
-            later=proposal.is_empty,
+            later=proposal.is_empty and self._host_waits,
         )
         self._policy.settle(rows, verdict.num_committed - 1)
         return GenerationBatchResult(
@@ -197,21 +201,14 @@ class DFlashWorker(BaseSpecWorker):
 
     def _rows(self, batch: ScheduleBatch, proposal: Proposal) -> Rows:
         """Return the rows worth verifying."""
-        widths = self._policy.widths(proposal.confidence, sampled_rows(batch.sampling_info))
-        return Rows.of(self._agreed(widths), self.block_size, self.device)
+        chosen = self._policy.widths(proposal.confidence, sampled_rows(batch.sampling_info))
+        if isinstance(chosen, Rows):
+            return chosen
+        return Rows.of(self._agreed(chosen), self.block_size, self.device)
 
     def _agreed(self, values: list[int]) -> list[int]:
         """Return the first rank's values: its clock decides for all."""
-        if get_parallel().tp_size == 1 or not self._policy.wants_confidence:
-            return values
-        return self._first_ranks(torch.tensor(values)).tolist()
-
-    def _first_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the first rank's tensor; no option turns this off, for clocks always differ."""
-        values = values.to(self.device)
-        if self._group.world_size > 1:
-            self._group.broadcast(values, src=0)
-        return values
+        return self._first_rank.numbers(values) if self._policy.wants_confidence else values
 
     def _plan_slots(self, batch: ScheduleBatch, block: Block) -> KVLocPlan:
         """Translate the block's slots once, for draft, verify and injection alike."""
@@ -263,11 +260,13 @@ class DFlashWorker(BaseSpecWorker):
             not current_platform.is_out_of_tree() or current_platform.capabilities.graph_capture
         )
         self._draft_worker.init_cuda_graphs(capture_decode_cuda_graph=wanted and possible)
+        target = self._target_worker.model_runner
+        self._buckets, self._host_waits = row_buckets(target), host_waits(target)
         self._policy = width_policy(
             Options.read(os.environ, get_spec().speculative_adaptive_config),
-            self._target_worker.model_runner,
+            target,
             self._draft,
-            self._first_ranks,
+            self._first_rank,
             block_size=self.block_size,
             max_requests=self._blocks.max_requests,
         )

@@ -22,7 +22,7 @@ from sglang_dflash.budget.planner import (
 )
 from sglang_dflash.budget.surface import half_octaves
 
-__all__ = ["LEARN_FROM", "BudgetController", "Step", "draft_widths"]
+__all__ = ["LEARN_FROM", "BudgetController", "Look", "Step", "draft_widths"]
 
 Array = NDArray[np.float64]
 
@@ -69,9 +69,15 @@ class _Outlook(NamedTuple):
     best_rate: float
 
     @classmethod
-    def of(cls, rows: NDArray[np.int64], tokens: Array, seconds: Array) -> _Outlook:
-        """Return the outlook with its best number of rows."""
-        rates = tokens / seconds
+    def of(
+        cls,
+        rows: NDArray[np.int64],
+        tokens: Array,
+        seconds: Array,
+        allowed: NDArray[np.bool_] | None = None,
+    ) -> _Outlook:
+        """Return the outlook with its best number of rows, of those `allowed` [k]."""
+        rates = tokens / seconds if allowed is None else np.where(allowed, tokens / seconds, 0.0)
         best = int(rates.argmax())
         return cls(rows, tokens, seconds, best, float(rates[best]))
 
@@ -117,7 +123,7 @@ def draft_widths(limits: Limits) -> tuple[int, ...]:
     return tuple(width for width in nodes if width >= max(2, limits.min_width))
 
 
-class _Look(NamedTuple):
+class Look(NamedTuple):
     """What was risked on looking, beyond the price that was paid before.
 
     Attributes:
@@ -170,7 +176,7 @@ class BudgetController:
         self._purse = LookPurse(self._pacing)
         self._plain_purse = LookPurse(self._pacing)
         self._since_plain, self._plain_checks = 0, 0
-        self._look: _Look | None = None
+        self._look: Look | None = None
         self._since_look = 0
         self._looks = 0  # since the draft was last turned on or off
         self._context_tokens: float | None = None
@@ -249,9 +255,12 @@ class BudgetController:
         Args:
             num_accepted: [n], accepted proposals.
         """
-        if self._look is None:
-            return
-        look, self._look = self._look, None
+        if self._look is not None:
+            look, self._look = self._look, None
+            self._earn(look, num_accepted)
+
+    def _earn(self, look: Look, num_accepted: NDArray[np.int64]) -> None:
+        """Take in what a look found, by the accepted proposals [n] of its step."""
         gained = int(np.maximum(num_accepted - (look.usual_widths - 1), 0).sum())
         saved = gained * look.seconds_per_token - look.extra_seconds
         self._purse.earn(saved, self._look_price(self._switch.drafting))
@@ -286,13 +295,19 @@ class BudgetController:
         for width, seconds in draft.items():
             count = n * (width - self.limits.min_width) + 1
             tokens = self.gains.tokens(n, rows[:count], width)
-            outlooks[width] = _Outlook.of(rows[:count], tokens, target[:count] + seconds)
+            allowed = self._numbers_of_rows(n, rows[:count])
+            outlooks[width] = _Outlook.of(rows[:count], tokens, target[:count] + seconds, allowed)
         best_width = max(outlooks, key=lambda width: outlooks[width].best_rate)
         return _Prices(n, plain, rows, target, draft, outlooks, best_width)
 
+    def _numbers_of_rows(self, n: int, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
+        """Return which numbers of rows [k] of n requests a step may have; None where all."""
+        return None
+
     def _advantage(self) -> float:
-        ahead = self._prices.best
-        return worth_drafting(ahead.tokens, ahead.seconds, self._prices.plain, self._prices.n)
+        ahead, best = self._prices.best, slice(self._prices.best.best, self._prices.best.best + 1)
+        seconds, tokens = ahead.seconds[best], ahead.tokens[best]
+        return worth_drafting(tokens, seconds, self._prices.plain, self._prices.n)
 
     def _looks_now(self, drafting: bool) -> bool:
         """Return whether this step looks, and pay for it."""
@@ -340,7 +355,7 @@ class BudgetController:
         ahead = self._prices.best
         return float(ahead.seconds[ahead.best]) if drafting else self._prices.plain
 
-    def _look_of(self, plan: Plan, looked: Plan) -> _Look:
+    def _look_of(self, plan: Plan, looked: Plan) -> Look:
         """Return what a look must be held against: a usual step's share of its own plan."""
         n, drafting = len(plan.widths), self._switch.drafting
         if drafting:
@@ -351,4 +366,4 @@ class BudgetController:
             usual, seconds = np.ones_like(plan.widths), self._prices.plain
             pace = seconds / n
         extra = looked.expected_seconds - seconds - self._look_price(drafting)
-        return _Look(usual, pace, extra)
+        return Look(usual, pace, extra)

@@ -10,7 +10,15 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Limits", "Plan", "StepSeconds", "plan_widths", "widen", "worth_drafting"]
+__all__ = [
+    "Limits",
+    "Plan",
+    "StepSeconds",
+    "most_likely_widths",
+    "plan_widths",
+    "widen",
+    "worth_drafting",
+]
 
 Array = NDArray[np.float64]
 StepSeconds = Callable[[NDArray[np.int64]], Array]
@@ -95,19 +103,39 @@ def plan_widths(
             1967). Without it, the step's own rate, as if all steps were like it.
     """
     n = len(chances)
-    survival = np.cumprod(chances, axis=1)
-    optional = survival[:, limits.min_width - 1 : limits.widest - 1]
-    # Column-major and stable: among equals the shallower row first, so that prefixes stay whole.
-    order = np.argsort(-optional.T.ravel(), kind="stable")
-    gains = optional.T.ravel()[order]
-    least = n + survival[:, : limits.min_width - 1].sum()
-    tokens = least + np.concatenate([[0.0], gains.cumsum()])
+    order, tokens = _by_worth(chances, limits)
     rows = n * limits.min_width + np.arange(len(tokens))
     times = seconds(rows)
     score = tokens / times if rate is None else tokens - rate * times
     best = int(score.argmax())
-    extra = np.bincount(order[:best] % n, minlength=n)
-    return Plan(limits.min_width + extra, float(tokens[best]), float(times[best]))
+    return Plan(_widths(order[:best], n, limits), float(tokens[best]), float(times[best]))
+
+
+def most_likely_widths(chances: Array, num_rows: int, limits: Limits) -> NDArray[np.int64]:
+    """Return the widths [n] of so many rows that commit the most expected tokens.
+
+    Args:
+        chances: [n, B-1], calibrated.
+        num_rows: of all requests together, within the limits.
+        limits: bounds on the widths.
+    """
+    order, _ = _by_worth(chances, limits)
+    return _widths(order[: num_rows - len(chances) * limits.min_width], len(chances), limits)
+
+
+def _by_worth(chances: Array, limits: Limits) -> tuple[NDArray[np.int64], Array]:
+    """Return the optional rows, the best first, and the tokens of 0, 1, ... of them."""
+    survival = np.cumprod(chances, axis=1)
+    optional = survival[:, limits.min_width - 1 : limits.widest - 1]
+    # Column-major and stable: among equals the shallower row first, so that prefixes stay whole.
+    order = np.argsort(-optional.T.ravel(), kind="stable")
+    least = len(chances) + survival[:, : limits.min_width - 1].sum()
+    return order, least + np.concatenate([[0.0], optional.T.ravel()[order].cumsum()])
+
+
+def _widths(chosen: NDArray[np.int64], n: int, limits: Limits) -> NDArray[np.int64]:
+    """Return the widths [n] with these optional rows, numbered column by column."""
+    return limits.min_width + np.bincount(chosen % n, minlength=n)
 
 
 def worth_drafting(

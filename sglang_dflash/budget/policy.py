@@ -13,7 +13,15 @@ from sglang_dflash.budget.calibration import Calibrator
 from sglang_dflash.budget.controller import LEARN_FROM, BudgetController
 from sglang_dflash.verify.rows import Rows
 
-__all__ = ["FixedWidth", "Judged", "Latest", "MeasuredWidths", "StepFacts", "WidthPolicy"]
+__all__ = [
+    "FixedWidth",
+    "Judged",
+    "Latest",
+    "Lessons",
+    "MeasuredWidths",
+    "StepFacts",
+    "WidthPolicy",
+]
 
 
 class StepFacts(NamedTuple):
@@ -49,8 +57,10 @@ class WidthPolicy:
     def draft_begins(self) -> None:
         """Note that the draft starts now, where it runs; by default nothing."""
 
-    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
-        """Return how many rows of each request are verified, 1..B.
+    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int] | Rows:
+        """Return how many rows of each request are verified, 1..B, or the rows themselves.
+
+        Rows where the host does not know the widths; all ranks must agree on them already.
 
         Args:
             confidence: [n, w-1] float32, the draft's probability of each proposal, w the step's
@@ -88,6 +98,36 @@ class FixedWidth(WidthPolicy):
             sampled: [n] bool, unused.
         """
         return [self._width] * self._num_requests
+
+
+class Lessons:
+    """What a calibrator is to learn: several short steps at once, a long one by itself."""
+
+    def __init__(self, calibrator: Calibrator) -> None:
+        self._calibrator = calibrator
+        self._steps: list[tuple[torch.Tensor, ...]] = []  # not yet learnt from
+
+    def add(
+        self,
+        confidence: torch.Tensor,
+        sampled: torch.Tensor,
+        rows: Rows,
+        num_accepted: torch.Tensor,
+    ) -> None:
+        """Take in a step with the draft.
+
+        Args:
+            confidence: [n, w-1] float32, the draft's probability of each proposal.
+            sampled: [n] bool.
+            rows: the M verified rows.
+            num_accepted: [n] int.
+        """
+        unseen = rows.block_size - 1 - confidence.shape[1]
+        padded = F.pad(confidence, (0, unseen), value=0.5)
+        self._steps.append((padded, sampled, rows.widths, num_accepted))
+        if sum(len(each[1]) for each in self._steps) >= LEARN_FROM:
+            self._calibrator.update(*map(torch.cat, zip(*self._steps, strict=True)))
+            self._steps.clear()
 
 
 class Judged(NamedTuple):
@@ -132,7 +172,7 @@ class MeasuredWidths(WidthPolicy):
         self._num_rows = 0
         self._judged: Judged | None = None
         self._expected_tokens = 0.0  # of the latest plan, all requests together
-        self._settled: list[tuple[torch.Tensor, ...]] = []  # not yet learnt from
+        self._lessons = Lessons(calibrator)
 
     def draft_width(self, facts: StepFacts) -> int:
         """Note the time of the step before, and return the draft width that pays now."""
@@ -179,13 +219,7 @@ class MeasuredWidths(WidthPolicy):
             return
         self.controller.settle(num_accepted.cpu().numpy())
         confidence, sampled, _ = self._judged
-        unseen = rows.block_size - 1 - confidence.shape[1]
-        self._settled.append(
-            (F.pad(confidence, (0, unseen), value=0.5), sampled, rows.widths, num_accepted)
-        )
-        if sum(len(each[1]) for each in self._settled) >= LEARN_FROM:
-            self.calibrator.update(*map(torch.cat, zip(*self._settled, strict=True)))
-            self._settled.clear()
+        self._lessons.add(confidence, sampled, rows, num_accepted)
 
     @property
     def latest(self) -> Latest:

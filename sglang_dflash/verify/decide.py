@@ -115,7 +115,7 @@ class Decider:
 def _add_logprobs(batch: ScheduleBatch, verified: Verified, decided: Verdict) -> None:
     """Fill in the log-probabilities of what was committed, from each token's own row."""
     rows = verified.rows
-    columns = torch.arange(max(rows.widths_cpu), device=rows.starts.device)
+    columns = torch.arange(rows.widest, device=rows.starts.device)
     # Columns beyond the width repeat the last row: nothing is committed there.
     row_of = rows.starts.unsqueeze(1) + columns.minimum(rows.widths.unsqueeze(1) - 1)
     compute_spec_logprobs(

@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.tp_worker import TpModelWorker
 from sglang.srt.managers.utils import GenerationBatchResult
@@ -15,9 +16,12 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.ragged_verify import RaggedVerifyLayout
 
 from sglang_dflash.draft.block import Block
+from sglang_dflash.verify.buckets import NO_BUCKETS, RowBuckets
 from sglang_dflash.verify.rows import Rows
 
-__all__ = ["Verified", "ragged_layout", "verify_block"]
+__all__ = ["Verified", "ragged_layout", "verify_block", "verify_input_of"]
+
+_NOWHERE = -1  # SGLang's name for the slot that nobody owns, as a column of a plan
 
 
 class Verified(NamedTuple):
@@ -43,6 +47,7 @@ def verify_block(
     proposals: torch.Tensor,
     rows: Rows,
     plan: KVLocPlan,
+    buckets: RowBuckets = NO_BUCKETS,
 ) -> Verified:
     """Run the target over the rows of [anchor, proposals] that are worth it.
 
@@ -53,16 +58,10 @@ def verify_block(
         proposals: [n, B-1] int64.
         rows: the M rows to verify.
         plan: where the blocks' K/V goes.
+        buckets: the sizes of the graphs; the rows are padded to one.
     """
-    verify_input = DFlashVerifyInput(
-        draft_token=rows.take(torch.cat([block.ids[:, :1], proposals], dim=1)),
-        positions=rows.take(block.positions),
-        draft_token_num=rows.block_size,
-        kv_loc_plan=plan,
-        kv_loc_cols=rows.columns,
-        ragged_verify_layout=ragged_layout(rows),
-    )
-    batch.out_cache_loc = rows.take(block.locs)
+    filled = block._replace(ids=torch.cat([block.ids[:, :1], proposals], dim=1))
+    verify_input, batch.out_cache_loc = verify_input_of(filled, rows, plan, buckets)
     forward_batch, _ = verify_input.prepare_for_verify(batch, target_worker)
     result = target_worker.forward_batch_generation(
         batch=None, forward_batch=forward_batch, is_verify=True, skip_attn_backend_init=True
@@ -70,21 +69,66 @@ def verify_block(
     output = result.logits_output
     # The features are consumed in this step: left in, they would be copied to the host with it.
     features, output.hidden_states = output.hidden_states, None
-    return Verified(rows, output.next_token_logits, features, result)
+    return Verified(rows, output.next_token_logits[: len(rows)], features[: len(rows)], result)
 
 
-@lru_cache(maxsize=256)  # as many as rows are kept
-def ragged_layout(rows: Rows) -> RaggedVerifyLayout | None:
-    """Return SGLang's description of rows that are not whole blocks; None for whole ones."""
-    if rows.are_whole_blocks:
+def verify_input_of(
+    block: Block, rows: Rows, plan: KVLocPlan, buckets: RowBuckets
+) -> tuple[DFlashVerifyInput, torch.Tensor]:
+    """Return what SGLang's forward is told of M rows, and the slots [P] that it writes.
+
+    Where a graph has more rows than are verified, the rest read token 0 at position 0 and write to
+    the slot that nobody owns.
+
+    Args:
+        block: [n, B] tokens, positions and slots.
+        rows: the M rows.
+        plan: where the blocks' K/V goes.
+        buckets: the sizes of the graphs.
+    """
+    size = buckets.padded(len(rows.widths), len(rows))
+    empty = (0, size - len(rows))
+    columns = rows.columns
+    if size > len(rows):
+        columns = F.pad(rows.columns_of_all, empty, value=_NOWHERE)
+    verify_input = DFlashVerifyInput(
+        draft_token=F.pad(rows.take(block.ids), empty),
+        positions=F.pad(rows.take(block.positions), empty),
+        draft_token_num=rows.block_size,
+        kv_loc_plan=plan,
+        kv_loc_cols=columns,
+        ragged_verify_layout=ragged_layout(rows, size, always=bool(buckets.counts)),
+    )
+    return verify_input, F.pad(rows.take(block.locs), empty)
+
+
+def ragged_layout(rows: Rows, size: int, *, always: bool = False) -> RaggedVerifyLayout | None:
+    """Return SGLang's description of M rows in a forward of `size`; None for whole blocks.
+
+    Args:
+        rows: the M rows.
+        size: rows of the forward, M or more.
+        always: whether whole blocks are described too, as graphs by the number of rows want it.
+    """
+    if rows.are_whole_blocks and size == len(rows) and not always:
         return None
+    if rows.known_widths is None:  # made anew each step
+        return _layout(rows, size)
+    return _kept_layout(rows, size)
+
+
+def _layout(rows: Rows, size: int) -> RaggedVerifyLayout:
     ends = torch.cat([rows.starts, (rows.starts[-1:] + rows.widths[-1:])])
+    known = rows.known_widths is not None
     return RaggedVerifyLayout(
         verify_lens=rows.widths.to(torch.int32),
-        graph_num_tokens=len(rows),
+        graph_num_tokens=size,
         extend_start_loc=rows.starts.to(torch.int32),
         qo_indptr_device=ends.to(torch.int32),
-        verify_lens_cpu=list(rows.widths_cpu),
+        verify_lens_cpu=list(rows.widths_cpu) if known else None,
         total_verify_tokens=len(rows),
-        max_q_len=max(rows.widths_cpu),
+        max_q_len=rows.widest,
     )
+
+
+_kept_layout = lru_cache(maxsize=256)(_layout)  # as many as rows are kept

@@ -24,7 +24,7 @@ class Rows:
         starts: [n] int64, the first row of each request.
         request: [M] int64, whose row it is.
         offset: [M] int64, which row of the block it is: 0 is the anchor's.
-        widths_cpu: the widths on the host.
+        known_widths: the widths on the host; None where the device chose them.
         block_size: B.
     """
 
@@ -32,7 +32,7 @@ class Rows:
     starts: torch.Tensor
     request: torch.Tensor
     offset: torch.Tensor
-    widths_cpu: tuple[int, ...]
+    known_widths: tuple[int, ...] | None
     block_size: int
 
     @classmethod
@@ -50,19 +50,45 @@ class Rows:
         by_row = to_device(torch.stack([request, offset]), device)
         return cls(*by_request, *by_row, widths, block_size)
 
+    @classmethod
+    def chosen_on_device(cls, widths: torch.Tensor, num_rows: int, block_size: int) -> Rows:
+        """Return the rows of widths [n] int64 that add up to `num_rows`, without a look at them."""
+        device = widths.device
+        starts = widths.cumsum(0) - widths
+        numbers = torch.arange(len(widths), device=device)
+        # Given the size of its output, this does not wait for the device.
+        request = torch.repeat_interleave(numbers, widths, output_size=num_rows)
+        offset = torch.arange(num_rows, device=device) - starts[request]
+        return cls(widths, starts, request, offset, None, block_size)
+
     def __len__(self) -> int:
         """Return M."""
         return len(self.request)
 
+    @cached_property
+    def widths_cpu(self) -> tuple[int, ...]:
+        """The widths on the host; waits for the device where it chose them."""
+        return tuple(self.widths.tolist()) if self.known_widths is None else self.known_widths
+
+    @property
+    def widest(self) -> int:
+        """No request has more rows; B where the host does not know better."""
+        return self.block_size if self.known_widths is None else max(self.known_widths)
+
     @property
     def are_whole_blocks(self) -> bool:
         """Whether every row of every block is verified."""
-        return len(self) == len(self.widths_cpu) * self.block_size
+        return len(self) == len(self.widths) * self.block_size
 
     @cached_property
     def columns(self) -> torch.Tensor | None:
         """[M] int64, the rows' places among the n*B of whole blocks; None where they are all."""
-        return None if self.are_whole_blocks else self.request * self.block_size + self.offset
+        return None if self.are_whole_blocks else self.columns_of_all
+
+    @property
+    def columns_of_all(self) -> torch.Tensor:
+        """[M] int64, the same of whole blocks too."""
+        return self.request * self.block_size + self.offset
 
     def take(self, values: torch.Tensor) -> torch.Tensor:
         """Return [M, ...]: the rows' entries of `values` [n, B, ...]."""
@@ -78,7 +104,7 @@ class Rows:
         """Return [n, B]: `values` [M] at their places in the blocks, 0 where nothing is run."""
         if self.are_whole_blocks:
             return values.view(-1, self.block_size)
-        block = values.new_zeros(len(self.widths_cpu), self.block_size)
+        block = values.new_zeros(len(self.widths), self.block_size)
         block[self.request, self.offset] = values
         return block
 

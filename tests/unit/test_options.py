@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> Any:
 
 
 def test_nothing_asked_is_the_defaults() -> None:
-    assert Options.read({}) == Options("plugin", "measured", 1, None, Pacing(), None)
+    assert Options.read({}) == Options("plugin", "auto", 1, None, Pacing(), None)
 
 
 def test_the_environment_is_read() -> None:
@@ -39,7 +39,7 @@ def test_the_environment_is_read() -> None:
         }
     )
     pacing = Pacing(exploration=0.05)
-    assert found == Options("upstream", "measured", 1, 4, pacing, "steps.jsonl")
+    assert found == Options("upstream", "auto", 1, 4, pacing, "steps.jsonl")
 
 
 def test_the_file_sets_every_key_but_who_serves(config: Any) -> None:

@@ -6,12 +6,14 @@ from __future__ import annotations
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from sglang_dflash.budget import policy
+from sglang_dflash.budget import clock, controller, late_controller, policy
 from sglang_dflash.draft.forward import DraftForward
-from sglang_dflash.verify import accept
+from sglang_dflash.verify import accept, graphs
+from sglang_dflash.verify.buckets import RowBuckets
 
 __all__ = ["register"]
 
@@ -27,6 +29,8 @@ def register() -> None:
         policy.FixedWidth = _RandomWidths  # type: ignore[misc]
     if "DFLASH_PLAIN_STEPS" in os.environ:
         policy.FixedWidth = _MostlyPlain  # type: ignore[misc]
+    if "DFLASH_LATE" in os.environ:
+        _work_behind_the_host()
     if "DFLASH_LATER" in os.environ:
         DraftForward.inject = _never_late  # type: ignore[method-assign]
 
@@ -44,6 +48,51 @@ def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
         return right._replace(last_law=target_probs[row_starts + right.num_accepted])
     assert name == "right", name
     return right
+
+
+def _work_behind_the_host() -> None:
+    """Decide as for a GPU, on made-up graph sizes, with another number of rows each step."""
+    graphs.host_waits = lambda _: False
+    graphs.takes_ragged_graphs = lambda _: True
+    graphs.row_buckets = lambda _: RowBuckets((2, 3, 5, 8, 16, 24, 40), 12)
+    clock.clock_of = lambda _: _LaggingClock()
+    late_controller.LateController = _RandomRows  # type: ignore[misc]
+
+
+class _LaggingClock(clock.HostClock):
+    """A device that is two steps behind, as far as the host can tell."""
+
+    def __init__(self) -> None:
+        self._num_marks = 0
+
+    def mark(self) -> tuple[int, float]:
+        self._num_marks += 1
+        return self._num_marks, super().mark()
+
+    def passed(self, mark: tuple[int, float]) -> bool:
+        return self._num_marks - mark[0] > 8
+
+    def seconds(self, first: tuple[int, float], last: tuple[int, float]) -> float:
+        return last[1] - first[1]
+
+
+class _RandomRows(late_controller.LateController):
+    """Another number of rows each step; one step of five is plain."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._random = random.Random(1)
+
+    def start(self, n: int, context_tokens: float | None = None) -> controller.Step:
+        step = super().start(n, context_tokens)
+        width = self._random.choice([1, *4 * [self.limits.widest]])
+        self._step = step._replace(draft_width=width)
+        return self._step
+
+    def choose_rows(self, n: int) -> late_controller.StepPlan:
+        plan, width = super().choose_rows(n), self._step.draft_width
+        most = n * width
+        return plan._replace(num_rows=self._buckets.filled(n, self._random.randint(n, most), most))
 
 
 def _never_late(self, *arguments, later=False):
