@@ -129,7 +129,7 @@ def environment_of(case: Case) -> dict[str, str]:
     if case.widths == "random":
         return with_test_plugin(DFLASH_RANDOM_WIDTHS="1")
     if case.widths == "late":
-        return with_test_plugin(DFLASH_LATE="1", SGLANG_DFLASH_BUDGET="measured")
+        return with_test_plugin(DFLASH_LATE="random", SGLANG_DFLASH_BUDGET="measured")
     return {"SGLANG_DFLASH_BUDGET": "fixed" if case.widths == "whole" else "measured"}
 
 

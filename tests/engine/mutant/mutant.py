@@ -51,12 +51,13 @@ def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
 
 
 def _work_behind_the_host() -> None:
-    """Decide as for a GPU, on made-up graph sizes, with another number of rows each step."""
+    """Decide as for a GPU; `random`: another number of rows each step, on made-up graph sizes."""
     graphs.host_waits = lambda _: False
     graphs.takes_ragged_graphs = lambda _: True
-    graphs.row_buckets = lambda _: RowBuckets((2, 3, 5, 8, 16, 24, 40), 12)
     clock.clock_of = lambda _: _LaggingClock()
-    late_controller.LateController = _RandomRows  # type: ignore[misc]
+    if os.environ["DFLASH_LATE"] == "random":
+        graphs.row_buckets = lambda _: RowBuckets((2, 3, 5, 8, 16, 24, 40), 12)
+        late_controller.LateController = _RandomRows  # type: ignore[misc]
 
 
 class _LaggingClock(clock.HostClock):
