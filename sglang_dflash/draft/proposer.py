@@ -36,7 +36,9 @@ class Proposal(NamedTuple):
         tokens: [n, B-1] int64.
         draft_probs: the law each was drawn from; None where all requests are greedy.
         confidence: [n, w-1] float32, the draft's probability of each at temperature 1, w the rows
-            of a block that the draft ran over; None where nobody asked.
+            of a block that the draft ran over; of unseeded draws its mean over what might have been
+            drawn, for the widths that follow from it must not know the draw. None where nobody
+            asked.
         is_empty: whether the draft did not run.
     """
 
@@ -190,7 +192,10 @@ def propose_sampled(
         head: the target's output head.
         sampling: how each request is sampled.
         positions: [n, B] int64, the place of each row.
-        with_confidence: whether the probabilities of the proposals are wanted too.
+        with_confidence: whether the probabilities of the proposals are wanted too. The acceptance
+            rule is exact for widths that are independent of the draws: were a row verified because
+            it drew a likely token, likely tokens would be committed too often. A seeded text is the
+            target's own whatever is verified.
     """
     n, num_proposals = hidden.shape[0], hidden.shape[1] - 1
     logits = head.logits(hidden)
@@ -207,8 +212,9 @@ def propose_sampled(
     proposals = tokens.gather(2, best).squeeze(2)
     confidence = None
     if with_confidence:
-        chosen = scores.float().gather(2, best) - head.log_mass(logits).view(n, num_proposals, 1)
-        confidence = chosen.exp().squeeze(2)
+        each = (scores.float() - head.log_mass(logits).view(n, num_proposals, 1)).exp()
+        seen = each.gather(2, best).squeeze(2)
+        confidence = (probs * each).sum(2) if sampling.seeds is None else seen
     return Proposal(proposals, DraftProbs(tokens, probs), confidence)
 
 

@@ -77,8 +77,14 @@ def rule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def served(llama_pair: Pair, plain: Any, rule: Path) -> Iterator[Any]:
-    """DFLASH, with a plugin that can make its rule wrong."""
-    environment = with_test_plugin(DFLASH_MUTANT_FILE=str(rule), DFLASH_RANDOM_WIDTHS="1")
+    """DFLASH, with a plugin that can make its rule wrong.
+
+    The rows of a step, their number drawn at random, are the most likely ones by the draft's own
+    probabilities: a confidence that looked at what was drawn would show in the texts.
+    """
+    environment = with_test_plugin(
+        DFLASH_MUTANT_FILE=str(rule), DFLASH_LATE="random", SGLANG_DFLASH_BUDGET="measured"
+    )
     options = dflash_options(llama_pair, BLOCK_SIZE)
     with engine(
         llama_pair, environment=environment, **options, max_running_requests=128

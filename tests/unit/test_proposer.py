@@ -6,6 +6,8 @@ from __future__ import annotations
 import torch
 from laws import assert_follows
 
+from sglang_dflash.budget.late import most_likely_rows
+from sglang_dflash.budget.planner import Limits
 from sglang_dflash.draft.proposer import (
     Sampling,
     VocabularyHead,
@@ -13,6 +15,7 @@ from sglang_dflash.draft.proposer import (
     propose_sampled,
 )
 from sglang_dflash.noise import gumbel
+from sglang_dflash.verify.accept import accept_block
 
 VOCAB, TOP_K_ALL = 40, 1 << 30
 
@@ -117,14 +120,48 @@ def test_confidence_is_the_drafts_probability_of_its_proposals() -> None:
     hidden = torch.randn(7, 5, VOCAB, generator=torch.Generator().manual_seed(8))
     law = torch.softmax(hidden[:, 1:], -1)
     greedy = propose_greedy(hidden, identity_head(), with_confidence=True)
-    heat = torch.full((7, 1), 0.3)
-    sampled = propose_sampled(
-        hidden, identity_head(), sampling(7, temperatures=heat), torch.zeros(7, 5),
-        with_confidence=True,
-    )  # fmt: skip
-    for proposal in (greedy, sampled):
+    seeded = sampling(7, seeds=torch.arange(7), by_rank=torch.zeros(7, dtype=torch.bool))
+    drawn = propose_sampled(
+        hidden, identity_head(), seeded, torch.zeros(7, 5).long(), with_confidence=True
+    )
+    for proposal in (greedy, drawn):
         expected = law.gather(2, proposal.tokens.unsqueeze(2)).squeeze(2)
         torch.testing.assert_close(proposal.confidence, expected)
+
+
+def test_the_confidence_of_unseeded_proposals_does_not_know_what_was_drawn() -> None:
+    hidden = torch.randn(1, 5, VOCAB, generator=torch.Generator().manual_seed(8)).expand(50, -1, -1)
+    law = torch.softmax(hidden[:, 1:], -1)
+    torch.manual_seed(5)
+    found = propose_sampled(
+        hidden, identity_head(), sampling(50), torch.zeros(50, 5), with_confidence=True
+    )
+    assert len(found.tokens.unique(dim=0)) > 40
+    assert found.confidence is not None
+    assert torch.equal(found.confidence, found.confidence[:1].expand(50, -1))
+    assert found.draft_probs is not None
+    ids, probs = found.draft_probs
+    torch.testing.assert_close(found.confidence, (law.gather(2, ids) * probs).sum(2))
+
+
+def test_a_text_follows_the_target_where_requests_compete_for_rows() -> None:
+    """Two requests and one row to give: it must not go to the request that drew a likely token."""
+    pairs, laws = 20_000, torch.tensor([[0.7, 0.3], [0.5, 0.5]])  # the draft's, the target's
+    head = VocabularyHead(lambda rows: rows, 2)
+    hidden = laws[0].log().expand(2 * pairs, 2, 2)
+    torch.manual_seed(6)
+    drawn = propose_sampled(
+        hidden, head, sampling(2 * pairs), torch.zeros(2 * pairs, 2), with_confidence=True
+    )
+    limits = Limits(block_size=2)
+    widths = torch.cat([most_likely_rows(pair, 3, limits) for pair in drawn.confidence.split(2)])
+    target = laws[1].expand(int(widths.sum()), 2)
+    uniforms, starts = torch.rand(drawn.tokens.shape), widths.cumsum(0) - widths
+    accepted = accept_block(drawn.tokens, drawn.draft_probs, target, uniforms, starts, widths)
+    last = torch.multinomial(accepted.last_law, num_samples=1).squeeze(1)
+    first = torch.where(accepted.num_accepted > 0, drawn.tokens[:, 0], last)
+    for request in (0, 1):
+        assert_follows(torch.bincount(first[request::2], minlength=2), laws[1].double())
 
 
 def test_a_mapped_head_proposes_the_best_of_its_tokens() -> None:
