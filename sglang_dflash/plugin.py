@@ -29,8 +29,16 @@ _META_INFO = (
     "sglang.srt.managers.tokenizer_manager.TokenizerManager._calculate_spec_decoding_metrics"
 )
 _RAGGED = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.supports_ragged_verify"
+_MODE = "SGLANG_RAGGED_VERIFY_MODE"
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
+
+
+class _Process:
+    """What this process has decided."""
+
+    set_mode = False  # SGLang's mode of verify graphs, in the environment
+    ragged_graphs = False  # its worker plans on the device
 
 
 def cpu_platform() -> str | None:
@@ -127,7 +135,7 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
 
         check_start(settings, options, target)
         _take_over_adaptive(server_args, settings)
-        _ask_for_ragged_graphs(options)
+        _ask_for_ragged_graphs(options, target)
     previous(server_args)
 
 
@@ -140,21 +148,42 @@ def _take_over_adaptive(server_args: Any, settings: Any) -> None:
         logger.info("--speculative-adaptive adds nothing: DFLASH's budget is on by default")
 
 
-def _ask_for_ragged_graphs(options: Any) -> None:
-    """Have SGLang capture its verify graphs by rows, where a step on a GPU chooses their number."""
-    from sglang.srt.platforms import current_platform
+def _ask_for_ragged_graphs(options: Any, target: Any) -> None:
+    """Have SGLang capture its verify graphs by rows, where a step on a GPU chooses their number.
 
+    Raises:
+        ValueError: the user asks for another mode of these graphs.
+    """
     from sglang_dflash.seams import GRAPH_SEAMS, check
 
-    if options.budget == "measured" and not current_platform.is_out_of_tree():
-        _refuse_moved(check(GRAPH_SEAMS))
-        # In the environment, for the scheduler's processes are yet to start.
-        os.environ["SGLANG_RAGGED_VERIFY_MODE"] = "compact"
+    if not _plans_on_device(options, target):
+        if _Process.set_mode:  # for an engine before
+            del os.environ[_MODE]
+            _Process.set_mode = False
+        return
+    _refuse_moved(check(GRAPH_SEAMS))
+    mode = os.environ.get(_MODE, "compact")
+    if mode != "compact":
+        raise ValueError(
+            f"{_MODE}={mode} with SGLANG_DFLASH_BUDGET=measured, which needs 'compact': unset "
+            "either"
+        )
+    _Process.set_mode |= _MODE not in os.environ
+    # In the environment, for the scheduler's processes are yet to start.
+    os.environ[_MODE] = "compact"
+
+
+def _plans_on_device(options: Any, target: Any) -> bool:
+    """Whether the budget is asked for where the host does not wait for the device."""
+    from sglang.srt.platforms import current_platform
+
+    on_gpu = not current_platform.is_out_of_tree()
+    return on_gpu and options.budget == "measured" and not target.has_mrope
 
 
 def _verifies_ragged(original: Callable[[Any], bool], algorithm: Any) -> bool:
     """Let SGLang capture them for our worker; its graph runner asks this, and the mode."""
-    return original(algorithm) or (algorithm.is_dflash() and _serves_here())
+    return original(algorithm) or (algorithm.is_dflash() and _Process.ragged_graphs)
 
 
 def _create_worker(original: Callable[..., type], algorithm: Any, server_args: Any) -> type:
@@ -163,16 +192,16 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
         return original(algorithm, server_args)
     _check_hooks()
     from sglang.srt.arg_groups.model_override_base import resolving_view
-    from sglang.srt.platforms import current_platform
 
-    options = _options(resolving_view(server_args))
-    reason = _choose_upstream(server_args, options, _target(server_args))
+    options, target = _options(resolving_view(server_args)), _target(server_args)
+    reason = _choose_upstream(server_args, options, target)
     if reason is None:
         from sglang_dflash.routing import check_back_end
         from sglang_dflash.worker import DFlashWorker
 
-        if not current_platform.is_out_of_tree():
-            check_back_end(resolving_view(server_args), options)
+        if _plans_on_device(options, target):
+            check_back_end(resolving_view(server_args), _gpu_generation())
+            _Process.ragged_graphs = True
         return DFlashWorker
     logger.info("DFLASH is served by SGLang's own worker: %s", reason)
     return original(algorithm, server_args)
@@ -223,6 +252,7 @@ def _target(server_args: Any) -> Any:
         num_layers=config.num_hidden_layers,
         context_length=server_args.context_length or config.context_len,
         has_recurrent_state=mambaish_config(config) is not None,
+        has_mrope=config.model_is_mrope,
     )
 
 
@@ -332,6 +362,13 @@ def _check_hooks() -> None:
             f"these plugins also change DFLASH: {', '.join(foreign)}. Name the one to use with "
             f"SGLANG_PLUGINS (ours is {_PLUGIN_NAME!r}), or uninstall the other."
         )
+
+
+def _gpu_generation() -> int:
+    """Return the major compute capability: 9 is Hopper, 10 Blackwell."""
+    import torch
+
+    return int(torch.cuda.get_device_capability()[0])
 
 
 def _refuse_moved(problems: list[str]) -> None:

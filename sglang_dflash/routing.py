@@ -15,6 +15,7 @@ from sglang_dflash.options import Options
 __all__ = ["Target", "check_back_end", "check_start", "upstream_reason"]
 
 _RAGGED_BACK_ENDS = ("fa3", "fa4", "trtllm_mha")  # whose verify graphs take unequal widths
+_BLACKWELL = 10
 _SAMPLING_BACKENDS = ("pytorch", "flashinfer", "intel_xpu")
 _DRAFT_PATH = "--speculative-draft-model-path"
 
@@ -28,6 +29,7 @@ class Target(NamedTuple):
         num_layers: its decoder layers.
         context_length: tokens that it is served with.
         has_recurrent_state: whether it keeps state beside K/V (Mamba, GDN, ...).
+        has_mrope: whether positions have several axes, as in models that see pictures.
     """
 
     hidden_size: int
@@ -35,6 +37,7 @@ class Target(NamedTuple):
     num_layers: int
     context_length: int
     has_recurrent_state: bool
+    has_mrope: bool = False
 
 
 def upstream_reason(settings: Any, options: Options, target: Target) -> str | None:
@@ -137,29 +140,31 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         read_token_map(token_map, target.vocab_size)
 
 
-def check_back_end(settings: Any, options: Options) -> None:
-    """Refuse, on a GPU, an attention back end that the budget cannot work with.
+def check_back_end(settings: Any, gpu_generation: int) -> None:
+    """Refuse what the budget cannot work with on a GPU.
 
     Args:
         settings: SGLang's resolved server arguments, read by name.
-        options: the plugin's own.
+        gpu_generation: major compute capability.
 
     Raises:
-        ValueError: the budget is asked for, and verify graphs of this back end have one width.
+        ValueError: verify graphs cannot have unequal widths with these settings.
     """
-    if options.budget != "measured":
-        return
     by_decode = settings.speculative_attention_mode == "decode"
     named = settings.decode_attention_backend if by_decode else settings.prefill_attention_backend
     found = named or settings.attention_backend
-    if found not in _RAGGED_BACK_ENDS:
+    way_out = "Or unset SGLANG_DFLASH_BUDGET to verify whole blocks."
+    if found not in _RAGGED_BACK_ENDS or (found == "trtllm_mha" and gpu_generation != _BLACKWELL):
         raise ValueError(
-            f"SGLANG_DFLASH_BUDGET=measured with --attention-backend {found}: on a GPU the budget "
-            f"needs verify graphs of unequal widths, which {', '.join(_RAGGED_BACK_ENDS)} have. "
-            "Choose one of them, or unset SGLANG_DFLASH_BUDGET to verify whole blocks."
+            f"SGLANG_DFLASH_BUDGET=measured with --attention-backend {found} on compute capability "
+            f"{gpu_generation}.x: the budget needs verify graphs of unequal widths, which "
+            f"{', '.join(_RAGGED_BACK_ENDS)} have (the last on {_BLACKWELL}.x alone). Choose one "
+            f"of them. {way_out}"
         )
-    if settings.disable_cuda_graph:
-        raise ValueError(
-            "SGLANG_DFLASH_BUDGET=measured with --disable-cuda-graph: without graphs a step takes "
-            "the time of its launches, whatever it verifies. Leave one of the two out."
-        )
+    refused = ("disable_cuda_graph", "disable_cuda_graph_padding", "enable_two_batch_overlap")
+    for name in refused:
+        if getattr(settings, name):
+            raise ValueError(
+                f"SGLANG_DFLASH_BUDGET=measured with --{name.replace('_', '-')}: verify graphs of "
+                f"unequal widths do not go with it. Leave it out. {way_out}"
+            )

@@ -65,6 +65,10 @@ def width_policy(
         return FixedWidth(block_size)
     limits = Limits(block_size, options.min_width, options.max_width)
     late = not host_waits(runner)
+    if runner.model_config.model_is_mrope:
+        # SGLang works out their positions for requests of equal widths.
+        logger.info("DFLASH verifies whole blocks: the target has multimodal rotary positions")
+        return FixedWidth(block_size)
     if late and (options.budget == "auto" or not takes_ragged_graphs(runner)):
         _tell_whole_blocks(options, limits)
         return FixedWidth(block_size)
@@ -159,6 +163,9 @@ def measure_steps(
         context = _CONTEXT * point.num_requests
         cost.observe(point.part, point.num_requests, point.num_rows, context, usual / 1e9)
         num_measured += 1
+    if not host_waits(runner):
+        # A graph leaves it for the next batch of the scheduler, which these were not.
+        runner.shared_read_done_event = None
     logger.info(
         "DFLASH verifies what pays: %d of %d sizes of pass were measured in %.1f s",
         num_measured,
@@ -180,7 +187,8 @@ class _Made(NamedTuple):
 def _seconds(runner: ModelRunner, draft: DraftForward, block_size: int, point: SweepPoint) -> float:
     """Return how long a part of a step takes: the draft, or the target and injection."""
     n = point.num_requests
-    rows = Rows.of([point.num_rows // n] * n, block_size, runner.device)
+    whole = point.part == "draft" and not host_waits(runner)  # the draft's graph has one width
+    rows = Rows.of([block_size if whole else point.num_rows // n] * n, block_size, runner.device)
     clock = clock_of(runner.device)
     started = clock.mark()
     with torch.inference_mode():

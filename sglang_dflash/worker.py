@@ -208,7 +208,8 @@ class DFlashWorker(BaseSpecWorker):
 
     def _agreed(self, values: list[int]) -> list[int]:
         """Return the first rank's values: its clock decides for all."""
-        return self._first_rank.numbers(values) if self._policy.wants_confidence else values
+        ask = self._policy.wants_confidence and not self._policy.agrees
+        return self._first_rank.numbers(values) if ask else values
 
     def _plan_slots(self, batch: ScheduleBatch, block: Block) -> KVLocPlan:
         """Translate the block's slots once, for draft, verify and injection alike."""

@@ -70,6 +70,8 @@ class _Step:
 class LateWidths(WidthPolicy):
     """The widths that pay by measured step times and calibrated chances, without waiting for them.
 
+    The draft runs over whole blocks or not at all, for it has graphs of no other width.
+
     Args:
         controller: what the host knows.
         calibrator: on the device; it learns there, in the order of the stream.
@@ -78,7 +80,7 @@ class LateWidths(WidthPolicy):
             and expected tokens; None counts nothing.
     """
 
-    wants_confidence = True
+    wants_confidence = agrees = True
 
     def __init__(
         self,
@@ -106,7 +108,7 @@ class LateWidths(WidthPolicy):
         plan = plan._replace(num_rows=num_rows)
         self._unheard.append(_Step(facts, plan, now, []))
         self._judged = None
-        return width
+        return self.controller.limits.block_size if width > 1 else 1
 
     def draft_begins(self) -> None:
         """Mark the moment."""
@@ -122,6 +124,7 @@ class LateWidths(WidthPolicy):
         step, limits = self._unheard[-1], self.controller.limits
         if confidence is None:
             return [1] * step.facts.num_requests
+        confidence = confidence[:, : limits.widest - 1]  # the draft ran over whole blocks
         self._judged = (confidence, sampled)
         chances = self.calibrator.chances(confidence, sampled)
         bounds = Limits(chances.shape[1] + 1, limits.min_width)

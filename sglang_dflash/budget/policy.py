@@ -46,9 +46,15 @@ class StepFacts(NamedTuple):
 
 
 class WidthPolicy:
-    """Asked three times a step: before the draft, before verify, and after it."""
+    """Asked three times a step: before the draft, before verify, and after it.
 
-    wants_confidence = False
+    Attributes:
+        wants_confidence: whether it decides by the draft's probabilities and by the clock, which
+            ranks see differently.
+        agrees: whether it then asks the first rank itself.
+    """
+
+    wants_confidence = agrees = False
 
     def draft_width(self, facts: StepFacts) -> int:
         """Return over how many rows of each block the draft runs, anchor included; 1 skips it."""

@@ -24,10 +24,13 @@ class RowBuckets(NamedTuple):
     most_requests: int = 0
 
     def padded(self, n: int, num_rows: int) -> int:
-        """Return the rows of the graph that takes so many of n requests; themselves without one."""
-        place = bisect_left(self.counts, num_rows)
-        fits = place < len(self.counts) and n <= self.most_requests
-        return self.counts[place] if fits else num_rows
+        """Return the rows of the graph that takes so many of n requests; themselves without one.
+
+        SGLang gives a graph's empty rows to empty requests; a full one has none, and would give
+        them to its last.
+        """
+        count = self._graph(n, num_rows)
+        return num_rows if n == self.most_requests and count > num_rows else count
 
     def filled(self, n: int, num_rows: int, most: int) -> int:
         """Return how many rows cost no more than `num_rows`, `most` at most.
@@ -39,7 +42,12 @@ class RowBuckets(NamedTuple):
             num_rows: in all, at most `most`.
             most: rows that have proposals, n * w.
         """
-        return min(self.padded(n, num_rows), most)
+        return min(self._graph(n, num_rows), most)
+
+    def _graph(self, n: int, num_rows: int) -> int:
+        place = bisect_left(self.counts, num_rows)
+        fits = place < len(self.counts) and n <= self.most_requests
+        return self.counts[place] if fits else num_rows
 
     def all_filled(self, n: int, num_rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
         """Return `filled` of each of [k] rising numbers, the last of them the most; None: as is."""

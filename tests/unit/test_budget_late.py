@@ -211,9 +211,26 @@ def test_filling_costs_no_larger_graph(counts: list[int], n: int, width: int) ->
     each = [buckets.filled(n, int(number), int(rows[-1])) for number in rows]
     for number, filled in zip(rows, each, strict=True):
         assert number <= filled <= rows[-1]
-        assert buckets.padded(n, filled) == buckets.padded(n, int(number))
+        assert buckets.padded(n, filled) <= max(buckets.padded(n, int(number)), filled)
     together = buckets.all_filled(n, rows)
     assert together is None or together.tolist() == each
+
+
+def test_a_graph_without_empty_requests_is_filled_or_not_used() -> None:
+    buckets = RowBuckets((8, 16), most_requests=6)
+    assert [buckets.padded(5, rows) for rows in (5, 8, 9, 16, 17)] == [8, 8, 16, 16, 17]
+    assert [buckets.padded(6, rows) for rows in (6, 8, 9, 16, 17)] == [6, 8, 9, 16, 17]
+    assert [buckets.padded(7, rows) for rows in (7, 8, 9)] == [7, 8, 9], "no room for seven"
+    assert buckets.filled(6, 9, most=24) == 16
+
+
+def test_a_bounded_width_leaves_the_draft_whole() -> None:
+    policy, _ = late(row_seconds=0.0, max_width=2)
+    assert policy.draft_width(StepFacts(REQUESTS, 512, 1, after_idle=False)) == BLOCK_SIZE
+    policy.draft_begins()
+    confidence = torch.full((REQUESTS, BLOCK_SIZE - 1), 0.9)
+    rows = policy.widths(confidence, torch.zeros(REQUESTS, dtype=torch.bool))
+    assert int(rows.widths.max()) == 2
 
 
 def test_the_queue_of_unheard_steps_stays_short() -> None:
