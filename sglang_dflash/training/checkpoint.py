@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sglang_dflash.training.model import BlockDraft
+    from sglang_dflash.training.optimizers import Optimizers
 
 __all__ = ["Resumed", "export_draft", "known_tokens", "load_state", "save_state", "state_path"]
 
@@ -41,7 +42,7 @@ def state_path(folder: Path) -> Path:
 def save_state(
     folder: Path,
     draft: BlockDraft,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizers,
     resumed: Resumed,
     identity: dict[str, Any],
 ) -> None:
@@ -63,7 +64,7 @@ def save_state(
 
 
 def load_state(
-    folder: Path, draft: BlockDraft, optimizer: torch.optim.Optimizer, identity: dict[str, Any]
+    folder: Path, draft: BlockDraft, optimizer: Optimizers, identity: dict[str, Any]
 ) -> Resumed:
     """Fill draft and optimizer with a run's state; return where it stopped.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The loop: batches by number, AdamW, figures on held-out texts, a state to resume from."""
+"""The loop: batches by number, an optimizer, figures on held-out texts, a state to resume from."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from sglang_dflash.training.checkpoint import (
 from sglang_dflash.training.history import History
 from sglang_dflash.training.measure import measure
 from sglang_dflash.training.objective import BlockLoss
+from sglang_dflash.training.optimizers import Optimizers
 
 if TYPE_CHECKING:
     from sglang_dflash.training.model import BlockDraft
@@ -72,12 +73,7 @@ class Trainer:
         self._loss = BlockLoss(
             self._draft, embedding.to(rank.device), self._head, train, vocabulary
         )
-        self._optimizer = torch.optim.AdamW(
-            self._draft.parameters(),
-            lr=train.learning_rate,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
+        self._optimizer = Optimizers(self._draft.parameters(), train)
         self._order = Order(corpus, train.texts_per_batch, train.seed)
         self._measured = corpus.split(held_out=True)[: train.eval_texts]
 
@@ -140,8 +136,9 @@ class Trainer:
     def _step(self, model: torch.nn.Module, step: int) -> float:
         """Do one optimizer step; return its loss, the mean over all processes."""
         train = self._settings.train
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate(step, train.steps, train.learning_rate, train.warmup_share)
+        self._optimizer.set_rate(
+            learning_rate(step, train.steps, train.learning_rate, train.warmup_share)
+        )
         self._optimizer.zero_grad()
         total = 0.0
         for part in range(train.accumulate):

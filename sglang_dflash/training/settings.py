@@ -124,9 +124,10 @@ class LoopSettings:
         texts_per_batch: Texts of one forward; they share the step's context projections.
         anchors_per_text: Blocks drawn from each text.
         accumulate: Forwards of one optimizer step.
+        optimizer: `adamw`, or `muon` for the matrices, with AdamW for the norms.
         learning_rate: Its peak.
         warmup_share: Share of the steps in which it rises; it then falls to 0 as a cosine.
-        weight_decay: AdamW's.
+        weight_decay: The optimizer's.
         clip_norm: Largest norm of the gradient.
         position_weights: `decay` for weights fixed by a row's place in its block, or `dpace` for
             those that follow from the draft's own confidence in the rows of the block.
@@ -149,6 +150,7 @@ class LoopSettings:
     texts_per_batch: int = 8
     anchors_per_text: int = 24
     accumulate: int = 1
+    optimizer: Literal["adamw", "muon"] = "adamw"
     learning_rate: float = 6e-4
     warmup_share: float = 0.04
     weight_decay: float = 0.0

@@ -68,10 +68,15 @@ def assert_same_weights(one: Path, other: Path) -> None:
         assert torch.equal(weight, second[name]), name
 
 
-@pytest.mark.parametrize(("dtype", "weights"), [("bfloat16", "dpace"), ("float32", "decay")])
-def test_a_killed_run_resumes_to_the_same_weights(dtype: str, weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "weights", "optimizer"),
+    [("bfloat16", "dpace", "adamw"), ("float32", "decay", "adamw"), ("float32", "decay", "muon")],
+)
+def test_a_killed_run_resumes_to_the_same_weights(
+    dtype: str, weights: str, optimizer: str, tmp_path: Path
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = {"dtype": dtype, "position_weights": weights}
+    options = {"dtype": dtype, "position_weights": weights, "optimizer": optimizer}
     expected = trainer_of(whole, **options).run(whole, whole, quiet=True)
     code = f"""
         import os, signal, sys
