@@ -140,12 +140,14 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
 
 
 def _take_over_adaptive(server_args: Any, settings: Any) -> None:
-    """Keep SGLang from saying that DFLASH adapts to nothing: our budget does, without the flag."""
+    """Keep SGLang from saying that DFLASH adapts to nothing: our budget may, without the flag."""
     from sglang.srt.arg_groups.overrides import declare_resolution
 
     if settings.speculative_adaptive:
         declare_resolution(server_args, "sglang_dflash", speculative_adaptive=False)
-        logger.info("--speculative-adaptive adds nothing: DFLASH's budget is on by default")
+        logger.info(
+            "--speculative-adaptive adds nothing: SGLANG_DFLASH_BUDGET decides (auto: on a CPU)"
+        )
 
 
 def _ask_for_ragged_graphs(options: Any, target: Any) -> None:
