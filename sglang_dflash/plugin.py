@@ -119,6 +119,7 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
     """Check a DFLASH start before SGLang resolves its flags."""
     from sglang.srt.arg_groups.model_override_base import resolving_view
 
+    _forget_graphs()
     settings = resolving_view(server_args)
     if (settings.speculative_algorithm or "").upper() != _ALGORITHM:
         previous(server_args)
@@ -150,37 +151,52 @@ def _take_over_adaptive(server_args: Any, settings: Any) -> None:
         )
 
 
+def _forget_graphs() -> None:
+    """Take back what an engine before, in this process, asked SGLang for."""
+    if _Process.set_mode:
+        os.environ.pop(_MODE, None)
+    _Process.set_mode = _Process.ragged_graphs = False
+
+
 def _ask_for_ragged_graphs(options: Any, target: Any) -> None:
     """Have SGLang capture its verify graphs by rows, where a step on a GPU chooses their number.
 
     Raises:
         ValueError: the user asks for another mode of these graphs.
     """
+    from sglang_dflash.routing import BUDGET
     from sglang_dflash.seams import GRAPH_SEAMS, check
 
     if not _plans_on_device(options, target):
-        if _Process.set_mode:  # for an engine before
-            del os.environ[_MODE]
-            _Process.set_mode = False
         return
     _refuse_moved(check(GRAPH_SEAMS))
-    mode = os.environ.get(_MODE, "compact")
-    if mode != "compact":
-        raise ValueError(
-            f"{_MODE}={mode} with SGLANG_DFLASH_BUDGET=measured, which needs 'compact': unset "
-            "either"
-        )
-    _Process.set_mode |= _MODE not in os.environ
+    mode = os.environ.get(_MODE)
+    if mode not in (None, "compact"):
+        raise ValueError(f"{BUDGET} is 'measured' and needs {_MODE}=compact, not {mode}: unset one")
+    _Process.set_mode = mode is None
     # In the environment, for the scheduler's processes are yet to start.
     os.environ[_MODE] = "compact"
 
 
 def _plans_on_device(options: Any, target: Any) -> bool:
-    """Whether the budget is asked for where the host does not wait for the device."""
+    """Return whether the budget is asked for where the host does not wait for the device.
+
+    Raises:
+        ValueError: it is, and there is no CUDA device.
+    """
+    import torch
     from sglang.srt.platforms import current_platform
 
-    on_gpu = not current_platform.is_out_of_tree()
-    return on_gpu and options.budget == "measured" and not target.has_mrope
+    from sglang_dflash.routing import BUDGET
+
+    if current_platform.is_out_of_tree() or options.budget != "measured" or target.has_mrope:
+        return False
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"{BUDGET} is 'measured': it knows CPUs and CUDA's verify graphs, and this is "
+            f"{current_platform.device_name}. Choose 'auto', which verifies whole blocks."
+        )
+    return True
 
 
 def _verifies_ragged(original: Callable[[Any], bool], algorithm: Any) -> bool:
@@ -201,9 +217,9 @@ def _create_worker(original: Callable[..., type], algorithm: Any, server_args: A
         from sglang_dflash.routing import check_back_end
         from sglang_dflash.worker import DFlashWorker
 
-        if _plans_on_device(options, target):
+        _Process.ragged_graphs = _plans_on_device(options, target)
+        if _Process.ragged_graphs:
             check_back_end(resolving_view(server_args), _gpu_generation())
-            _Process.ragged_graphs = True
         return DFlashWorker
     logger.info("DFLASH is served by SGLang's own worker: %s", reason)
     return original(algorithm, server_args)

@@ -10,12 +10,13 @@ from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.draft.config import read_config, unsupported_reason
 from sglang_dflash.draft.token_map import read_token_map, token_map_of
 from sglang_dflash.errors import UnsupportedCheckpoint
-from sglang_dflash.options import Options
+from sglang_dflash.options import CONFIG_FLAG, Options
 
-__all__ = ["Target", "check_back_end", "check_start", "upstream_reason"]
+__all__ = ["BUDGET", "Target", "check_back_end", "check_start", "upstream_reason"]
 
 _RAGGED_BACK_ENDS = ("fa3", "fa4", "trtllm_mha")  # whose verify graphs take unequal widths
 _BLACKWELL = 10
+BUDGET = f"the budget (SGLANG_DFLASH_BUDGET or the file of {CONFIG_FLAG})"
 _SAMPLING_BACKENDS = ("pytorch", "flashinfer", "intel_xpu")
 _DRAFT_PATH = "--speculative-draft-model-path"
 
@@ -150,21 +151,30 @@ def check_back_end(settings: Any, gpu_generation: int) -> None:
     Raises:
         ValueError: verify graphs cannot have unequal widths with these settings.
     """
-    by_decode = settings.speculative_attention_mode == "decode"
-    named = settings.decode_attention_backend if by_decode else settings.prefill_attention_backend
+    part = "decode" if settings.speculative_attention_mode == "decode" else "prefill"
+    named = getattr(settings, f"{part}_attention_backend")
+    option = f"--{part}-attention-backend" if named else "--attention-backend"
     found = named or settings.attention_backend
-    way_out = "Or unset SGLANG_DFLASH_BUDGET to verify whole blocks."
+    way_out = f"Or choose another {BUDGET}: 'auto' verifies whole blocks."
     if found not in _RAGGED_BACK_ENDS or (found == "trtllm_mha" and gpu_generation != _BLACKWELL):
         raise ValueError(
-            f"SGLANG_DFLASH_BUDGET=measured with --attention-backend {found} on compute capability "
-            f"{gpu_generation}.x: the budget needs verify graphs of unequal widths, which "
+            f"{BUDGET} is 'measured' with {option} {found}, compute capability {gpu_generation}.x: "
+            "it needs verify graphs of unequal widths, which "
             f"{', '.join(_RAGGED_BACK_ENDS)} have (the last on {_BLACKWELL}.x alone). Choose one "
             f"of them. {way_out}"
         )
-    refused = ("disable_cuda_graph", "disable_cuda_graph_padding", "enable_two_batch_overlap")
-    for name in refused:
-        if getattr(settings, name):
-            raise ValueError(
-                f"SGLANG_DFLASH_BUDGET=measured with --{name.replace('_', '-')}: verify graphs of "
-                f"unequal widths do not go with it. Leave it out. {way_out}"
-            )
+    refused = {
+        "--disable-cuda-graph": settings.disable_cuda_graph,
+        "--cuda-graph-backend-decode disabled": _has_no_decode_graphs(settings),
+        "--disable-cuda-graph-padding": settings.disable_cuda_graph_padding,
+        "--enable-two-batch-overlap": settings.enable_two_batch_overlap,
+    }
+    if stated := next((name for name, is_set in refused.items() if is_set), None):
+        raise ValueError(
+            f"{BUDGET} is 'measured' with {stated}: verify graphs of unequal widths do not go with "
+            f"it. Leave it out. {way_out}"
+        )
+
+
+def _has_no_decode_graphs(settings: Any) -> bool:
+    return str(settings.cuda_graph_config.decode.backend) == "disabled"

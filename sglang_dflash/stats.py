@@ -90,7 +90,7 @@ def read(url: str) -> Reading:
     if not reading:
         raise ValueError(
             f"{address} has no sglang:dflash counters: the server decodes nothing yet, verifies "
-            "whole blocks (SGLANG_DFLASH_BUDGET=fixed, or CUDA graphs), or runs without DFLASH"
+            "whole blocks (SGLANG_DFLASH_BUDGET=fixed, or auto on a GPU), or runs without DFLASH"
         )
     return dict(reading)
 

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 _CONTEXT = 64  # tokens of each request; what comes in shifts the estimate
 _REPEATS = 3
 _MAX_REQUESTS = 32  # beyond, times are scaled in proportion until steps are seen
+_NO_TRACE = "nothing is written; unset it, or trace on a CPU"
 _SECONDS = 6.0  # how long the sweep may take; larger points are then left out
 
 
@@ -65,12 +66,8 @@ def width_policy(
         return FixedWidth(block_size)
     limits = Limits(block_size, options.min_width, options.max_width)
     late = not host_waits(runner)
-    if runner.model_config.model_is_mrope:
-        # SGLang works out their positions for requests of equal widths.
-        logger.info("DFLASH verifies whole blocks: the target has multimodal rotary positions")
-        return FixedWidth(block_size)
-    if late and (options.budget == "auto" or not takes_ragged_graphs(runner)):
-        _tell_whole_blocks(options, limits)
+    if (reason := _against_widths(options, runner)) is not None:
+        _tell_whole_blocks(reason, options, limits)
         return FixedWidth(block_size)
     widths = (limits.widest,) if late else draft_widths(limits)  # the draft has one graph a batch
     sizes = _Sizes(block_size, limits.widest, min(max_requests, _MAX_REQUESTS), widths)
@@ -81,9 +78,9 @@ def width_policy(
     counted = leads and get_observability().enable_metrics
     if late:
         if options.trace is not None:
-            logger.warning("SGLANG_DFLASH_TRACE: nothing is written, steps are not waited for")
+            logger.warning(f"SGLANG_DFLASH_TRACE: {_NO_TRACE}, as its host does not wait for steps")
         host = Host(clock_of(runner.device), async_d2h, first_rank.numbers, first_rank.tensor)
-        controller = LateController(cost, limits, row_buckets(runner), options.pacing, widths)
+        controller = LateController(cost, limits, row_buckets(runner), options.pacing)
         return LateWidths(controller, calibrator, host, StepCounters().count if counted else None)
     parts = (BudgetController(cost, limits, options.pacing, widths), calibrator)
     policy = CountedWidths(*parts) if counted else MeasuredWidths(*parts)
@@ -92,18 +89,23 @@ def width_policy(
     return policy
 
 
-def _tell_whole_blocks(options: Options, limits: Limits) -> None:
-    """Say that the budget is off, and what is without effect therefore."""
+def _against_widths(options: Options, runner: ModelRunner) -> str | None:
+    """Return why steps cannot have unequal widths here, or None."""
+    if runner.model_config.model_is_mrope:
+        # SGLang works out their positions for requests of equal widths.
+        return "the target has rotary positions of several axes"
+    if host_waits(runner) or takes_ragged_graphs(runner):
+        return None
     if options.budget == "auto":
-        reason = "the budget was measured on CPUs alone; SGLANG_DFLASH_BUDGET=measured tries it"
-    else:
-        reason = (
-            "SGLANG_DFLASH_BUDGET=measured needs ragged verify graphs, which this attention back "
-            "end or --disable-cuda-graph does without; fa3, fa4 and trtllm_mha have them"
-        )
+        return "the budget was measured on CPUs alone; SGLANG_DFLASH_BUDGET=measured tries it"
+    return "no verify graphs of unequal widths were captured"
+
+
+def _tell_whole_blocks(reason: str, options: Options, limits: Limits) -> None:
+    """Say that the budget is off, and what is without effect therefore."""
     logger.info("DFLASH verifies whole blocks: %s", reason)
     if options.trace is not None:
-        logger.warning("SGLANG_DFLASH_TRACE: nothing is written, for no width is chosen")
+        logger.warning(f"SGLANG_DFLASH_TRACE: {_NO_TRACE}, as no width is chosen")
     if (limits.min_width, limits.widest) != (1, limits.block_size):
         logger.warning("SGLANG_DFLASH_MIN_WIDTH and MAX_WIDTH have no effect here")
 
@@ -153,8 +155,9 @@ def measure_steps(
     began = time.perf_counter()
     points = sizes.points()
     num_measured = 0
+    parts = {point.part for point in points}
     for point in points:
-        known = cost.knows("target") and cost.knows("draft")
+        known = all(map(cost.knows, parts))
         in_time = time.perf_counter() - began < _SECONDS
         if known and not first_rank.numbers([int(in_time)])[0]:
             break

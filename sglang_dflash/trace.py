@@ -30,7 +30,8 @@ class TracedWidths(WidthPolicy):
       look, or a plain step to time it;
     - `widths` and `accepted`: verified rows and accepted proposals of each request;
     - `tokens` committed, and `expected_tokens`, all requests together;
-    - `confidence` and `chances` of each request's proposals, the draft's own probability and the
+    - `confidence` and `chances` of each request's proposals, the draft's own
+      probability (`Proposal.confidence`) and the
       calibrated one; null for a plain step; `sampled`: how many requests are;
     - `seconds` to the next step's start; null where a prefill or a pause came between.
 

@@ -80,8 +80,8 @@ class Calibrator:
         """Return the chance that each proposal is accepted if all before it are.
 
         Args:
-            probs: [n, w-1] float, the draft's probability of the token that it proposed; w is how
-                many rows of each block it ran over, B at most.
+            probs: [n, w-1] float, the draft's own (`Proposal.confidence`); w is how many rows of
+                each block it ran over, B at most.
             sampled: [n] bool, False for greedy requests.
 
         Returns:

@@ -18,7 +18,6 @@ from sglang_dflash.budget.planner import (
     StepSeconds,
     plan_widths,
     widen,
-    worth_drafting,
 )
 from sglang_dflash.budget.surface import half_octaves
 
@@ -305,9 +304,11 @@ class BudgetController:
         return None
 
     def _advantage(self) -> float:
-        ahead, best = self._prices.best, slice(self._prices.best.best, self._prices.best.best + 1)
-        seconds, tokens = ahead.seconds[best], ahead.tokens[best]
-        return worth_drafting(tokens, seconds, self._prices.plain, self._prices.n)
+        """Return the expected rate with the draft over that of plain decoding.
+
+        Asked before the draft runs, so its pass counts. Above 1, drafting pays.
+        """
+        return self._prices.best.best_rate * self._prices.plain / self._prices.n
 
     def _looks_now(self, drafting: bool) -> bool:
         """Return whether this step looks, and pay for it."""

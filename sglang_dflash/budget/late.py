@@ -127,8 +127,7 @@ class LateWidths(WidthPolicy):
         confidence = confidence[:, : limits.widest - 1]  # the draft ran over whole blocks
         self._judged = (confidence, sampled)
         chances = self.calibrator.chances(confidence, sampled)
-        bounds = Limits(chances.shape[1] + 1, limits.min_width)
-        widths = self._host.share(most_likely_rows(chances, step.plan.num_rows, bounds))
+        widths = self._host.share(most_likely_rows(chances, step.plan.num_rows, limits))
         step.chances = self._host.copy(chances)
         step.drafted.append(self._host.clock.mark())
         return Rows.chosen_on_device(widths, step.plan.num_rows, limits.block_size)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +26,6 @@ class StepPlan(NamedTuple):
         num_rows: M, of all requests together.
         expected_tokens: committed by the step, by past steps.
         usual_rows: had the step not looked; None for a step that does not.
-        usual_width: the draft's width of a usual step, 1 for a plain one.
         seconds_per_token: what a token is worth.
         extra_seconds: of the step beyond a usual one and the look's price.
     """
@@ -35,7 +33,6 @@ class StepPlan(NamedTuple):
     num_rows: int
     expected_tokens: float
     usual_rows: int | None = None
-    usual_width: int = 1
     seconds_per_token: float = 0.0
     extra_seconds: float = 0.0
 
@@ -48,9 +45,9 @@ class LateController(BudgetController):
     Args:
         cost: measured times.
         limits: bounds on the widths.
-        buckets: the sizes of verify graphs: a step has as many rows as its graph, or all there are.
+        buckets: the sizes of verify graphs: a step with the draft has as many rows as its graph, or
+            all there are.
         pacing: hysteresis and exploration.
-        draft_widths: to choose from; None is the widest alone.
     """
 
     def __init__(
@@ -59,9 +56,8 @@ class LateController(BudgetController):
         limits: Limits,
         buckets: RowBuckets,
         pacing: Pacing | None = None,
-        draft_widths: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(cost, limits, pacing, draft_widths)
+        super().__init__(cost, limits, pacing)
         self._buckets = buckets
 
     def choose_rows(self, n: int) -> StepPlan:
@@ -88,7 +84,6 @@ class LateController(BudgetController):
         extra = float(ahead.seconds[place]) - self._usual_seconds(drafting)
         return plan._replace(
             usual_rows=usual_rows,
-            usual_width=self._prices.best_width if drafting else 1,
             seconds_per_token=1 / best.best_rate if drafting else self._prices.plain / n,
             extra_seconds=extra - self._look_price(drafting),
         )
@@ -104,12 +99,11 @@ class LateController(BudgetController):
         self._learn(chances)
         if plan.usual_rows is None:
             return
-        usual = np.ones(len(chances), dtype=np.int64)
-        if plan.usual_width > 1:
-            bounds = Limits(plan.usual_width, self.limits.min_width)
-            usual = most_likely_widths(chances[:, : plan.usual_width - 1], plan.usual_rows, bounds)
+        usual = most_likely_widths(chances, plan.usual_rows, self._limits_of(chances))
         self._earn(Look(usual, plan.seconds_per_token, plan.extra_seconds), num_accepted)
 
     def _numbers_of_rows(self, n: int, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
-        filled = self._buckets.all_filled(n, rows)
-        return None if filled is None else filled == rows
+        counts, most_requests = self._buckets
+        if not counts or n > most_requests:
+            return None
+        return np.isin(rows, counts) | (rows == rows[-1]) | (rows > counts[-1])

@@ -51,7 +51,7 @@ class DraftSwitch:
         """Return whether the next step drafts.
 
         Args:
-            advantage: expected rate with the draft over that without (`planner.worth_drafting`).
+            advantage: expected rate with the draft over that without.
         """
         self._steps += 1
         least = 1 + self._pacing.margin * (1 if self.drafting else 2)

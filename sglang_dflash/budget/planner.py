@@ -17,7 +17,6 @@ __all__ = [
     "most_likely_widths",
     "plan_widths",
     "widen",
-    "worth_drafting",
 ]
 
 Array = NDArray[np.float64]
@@ -90,8 +89,8 @@ def plan_widths(
     Fairness: every request has its anchor row in every step, so it advances at least one token a
     step, at the pace of all others: waiting is impossible, and a request with poor proposals loses
     only the extra rows that would have been wasted on it. What it can lose against plain decoding
-    is the step's length; `worth_drafting` bounds that for the batch, and `min_width` buys a floor.
-    Rows of equal survival go to the request with fewer rows.
+    is the step's length; the controller drafts only where the batch gains, and `min_width` buys a
+    floor. Rows of equal survival go to the request with fewer rows.
 
     Args:
         chances: [n, B-1], calibrated, each given that all before are accepted.
@@ -136,23 +135,6 @@ def _by_worth(chances: Array, limits: Limits) -> tuple[NDArray[np.int64], Array]
 def _widths(chosen: NDArray[np.int64], n: int, limits: Limits) -> NDArray[np.int64]:
     """Return the widths [n] with these optional rows, numbered column by column."""
     return limits.min_width + np.bincount(chosen % n, minlength=n)
-
-
-def worth_drafting(
-    tokens_by_rows: Array, draft_seconds: Array, plain_seconds: float, num_requests: int
-) -> float:
-    """Return the expected rate with the draft over that of plain decoding.
-
-    Asked before the draft runs, so the draft pass is part of `draft_seconds`. Above 1, drafting
-    pays.
-
-    Args:
-        tokens_by_rows: [k] expected committed tokens of the best plan, from past steps.
-        draft_seconds: [k] seconds of a step with the draft and the same numbers of rows.
-        plain_seconds: of a step without.
-        num_requests: n, the tokens of a plain step.
-    """
-    return float((tokens_by_rows / draft_seconds).max() * plain_seconds / num_requests)
 
 
 def widen(widths: NDArray[np.int64], limits: Limits) -> NDArray[np.int64]:

@@ -69,8 +69,8 @@ class WidthPolicy:
         Rows where the host does not know the widths; all ranks must agree on them already.
 
         Args:
-            confidence: [n, w-1] float32, the draft's probability of each proposal, w the step's
-                draft width; None for a step without the draft, or where nobody asked.
+            confidence: [n, w-1] float32, of `Proposal`, w the step's draft width; None for a step
+                without the draft, or where nobody asked.
             sampled: [n] bool, False for greedy requests.
         """
         raise NotImplementedError
@@ -123,7 +123,7 @@ class Lessons:
         """Take in a step with the draft.
 
         Args:
-            confidence: [n, w-1] float32, the draft's probability of each proposal.
+            confidence: [n, w-1] float32, of `Proposal`.
             sampled: [n] bool.
             rows: the M verified rows.
             num_accepted: [n] int.

@@ -6,9 +6,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
 __all__ = ["NO_BUCKETS", "RowBuckets"]
 
 
@@ -24,13 +21,23 @@ class RowBuckets(NamedTuple):
     most_requests: int = 0
 
     def padded(self, n: int, num_rows: int) -> int:
-        """Return the rows of the graph that takes so many of n requests; themselves without one.
+        """Return the rows of the forward that verifies so many of n requests: a graph's, or theirs.
 
         SGLang gives a graph's empty rows to empty requests; a full one has none, and would give
         them to its last.
         """
         count = self._graph(n, num_rows)
         return num_rows if n == self.most_requests and count > num_rows else count
+
+    def layout_size(self, size: int) -> int:
+        """Return what a layout calls a forward of `size` rows.
+
+        Beyond every graph where none has that size: SGLang's runner would take the next larger one
+        and find the rows missing.
+        """
+        if not self.counts or size in self.counts:
+            return size
+        return max(size, self.counts[-1] + 1)
 
     def filled(self, n: int, num_rows: int, most: int) -> int:
         """Return how many rows cost no more than `num_rows`, `most` at most.
@@ -48,15 +55,6 @@ class RowBuckets(NamedTuple):
         place = bisect_left(self.counts, num_rows)
         fits = place < len(self.counts) and n <= self.most_requests
         return self.counts[place] if fits else num_rows
-
-    def all_filled(self, n: int, num_rows: NDArray[np.int64]) -> NDArray[np.int64] | None:
-        """Return `filled` of each of [k] rising numbers, the last of them the most; None: as is."""
-        if not self.counts or n > self.most_requests:
-            return None
-        counts = np.array([*self.counts, np.iinfo(np.int64).max])
-        padded = counts[np.searchsorted(counts, num_rows)]
-        padded = np.where(num_rows > self.counts[-1], num_rows, padded)
-        return np.minimum(padded, num_rows[-1])
 
 
 NO_BUCKETS = RowBuckets()

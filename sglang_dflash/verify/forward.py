@@ -92,29 +92,36 @@ def verify_input_of(
     if size > len(rows):
         columns = F.pad(rows.columns_of_all, empty, value=_NOWHERE)
     verify_input = DFlashVerifyInput(
-        draft_token=F.pad(rows.take(block.ids), empty),
-        positions=F.pad(rows.take(block.positions), empty),
+        draft_token=_filled(rows.take(block.ids), empty),
+        positions=_filled(rows.take(block.positions), empty),
         draft_token_num=rows.block_size,
         kv_loc_plan=plan,
         kv_loc_cols=columns,
-        ragged_verify_layout=ragged_layout(rows, size, always=bool(buckets.counts)),
+        ragged_verify_layout=ragged_layout(rows, size, buckets),
     )
-    return verify_input, F.pad(rows.take(block.locs), empty)
+    return verify_input, _filled(rows.take(block.locs), empty)
 
 
-def ragged_layout(rows: Rows, size: int, *, always: bool = False) -> RaggedVerifyLayout | None:
-    """Return SGLang's description of M rows in a forward of `size`; None for whole blocks.
+def _filled(values: torch.Tensor, empty: tuple[int, int]) -> torch.Tensor:
+    return F.pad(values, empty) if any(empty) else values
+
+
+def ragged_layout(
+    rows: Rows, size: int, buckets: RowBuckets = NO_BUCKETS
+) -> RaggedVerifyLayout | None:
+    """Return SGLang's description of M rows in a forward of `size`.
+
+    None for whole blocks, which graphs by the number of rows want described too.
 
     Args:
         rows: the M rows.
         size: rows of the forward, M or more.
-        always: whether whole blocks are described too, as graphs by the number of rows want it.
+        buckets: the sizes of the graphs.
     """
-    if rows.are_whole_blocks and size == len(rows) and not always:
+    if rows.are_whole_blocks and not buckets.counts:
         return None
-    if rows.known_widths is None:  # made anew each step
-        return _layout(rows, size)
-    return _kept_layout(rows, size)
+    make = _layout if rows.known_widths is None else _kept_layout  # the former is new each step
+    return make(rows, buckets.layout_size(size))
 
 
 def _layout(rows: Rows, size: int) -> RaggedVerifyLayout:

@@ -57,8 +57,8 @@ class Case:
         pair: the fixture's name.
         block_size: B.
         options: further engine options.
-        widths: how many rows are verified: whole blocks, other widths each step, what pays, or
-            other numbers of rows each step that a device behind the host chooses (`late`).
+        widths: how many rows are verified: whole blocks, other widths each step, or what pays; with
+            `late` a device behind the host chooses which.
         all_seeds: whether every seeded request is asked, or the first three batches.
         token_map: whether the draft proposes from a part of the vocabulary.
     """
@@ -67,7 +67,7 @@ class Case:
     pair: str
     block_size: int
     options: dict[str, Any] = field(default_factory=dict)
-    widths: Literal["whole", "random", "measured", "late"] = "whole"
+    widths: Literal["whole", "random", "measured", "random late", "measured late"] = "whole"
     all_seeds: bool = False
     token_map: bool = False
 
@@ -128,8 +128,9 @@ def environment_of(case: Case) -> dict[str, str]:
     """Return the environment that gives a case its widths."""
     if case.widths == "random":
         return with_test_plugin(DFLASH_RANDOM_WIDTHS="1")
-    if case.widths == "late":
-        return with_test_plugin(DFLASH_LATE="random", SGLANG_DFLASH_BUDGET="measured")
+    if case.widths.endswith("late"):
+        how = case.widths.removesuffix(" late")
+        return with_test_plugin(DFLASH_LATE=how, SGLANG_DFLASH_BUDGET="measured")
     return {"SGLANG_DFLASH_BUDGET": "fixed" if case.widths == "whole" else "measured"}
 
 

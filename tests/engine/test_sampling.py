@@ -79,8 +79,8 @@ def rule(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(llama_pair: Pair, plain: Any, rule: Path) -> Iterator[Any]:
     """DFLASH, with a plugin that can make its rule wrong.
 
-    The rows of a step, their number drawn at random, are the most likely ones by the draft's own
-    probabilities: a confidence that looked at what was drawn would show in the texts.
+    The rows of a step, their number drawn at random, are the most likely ones. Of a confidence that
+    looked at what was drawn, too little shows in these texts: see tests/unit/test_proposer.py.
     """
     environment = with_test_plugin(
         DFLASH_MUTANT_FILE=str(rule), DFLASH_LATE="random", SGLANG_DFLASH_BUDGET="measured"

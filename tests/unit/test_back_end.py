@@ -13,6 +13,11 @@ from sglang_dflash.routing import check_back_end
 HOPPER, BLACKWELL = 9, 10
 
 
+def graphs(backend: str) -> SimpleNamespace:
+    """SGLang's graph settings."""
+    return SimpleNamespace(decode=SimpleNamespace(backend=backend))
+
+
 def settings(**changes: Any) -> SimpleNamespace:
     """SGLang's settings as far as they matter here."""
     usual = {
@@ -21,6 +26,7 @@ def settings(**changes: Any) -> SimpleNamespace:
         "prefill_attention_backend": None,
         "speculative_attention_mode": "prefill",
         "disable_cuda_graph": False,
+        "cuda_graph_config": graphs("full"),
         "disable_cuda_graph_padding": False,
         "enable_two_batch_overlap": False,
     }
@@ -51,7 +57,8 @@ def test_the_back_end_that_verifies_is_what_matters(
     [
         ({"attention_backend": "triton"}, "--attention-backend triton"),
         ({"attention_backend": "trtllm_mha"}, "--attention-backend trtllm_mha"),
-        ({"prefill_attention_backend": "flashinfer"}, "--attention-backend flashinfer"),
+        ({"prefill_attention_backend": "flashinfer"}, "--prefill-attention-backend flashinfer"),
+        ({"cuda_graph_config": graphs("disabled")}, "--cuda-graph-backend-decode disabled"),
         ({"disable_cuda_graph": True}, "--disable-cuda-graph:"),
         ({"disable_cuda_graph_padding": True}, "--disable-cuda-graph-padding"),
         ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
@@ -60,4 +67,4 @@ def test_the_back_end_that_verifies_is_what_matters(
 def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named) as refused:
         check_back_end(settings(**changes), HOPPER)
-    assert "unset SGLANG_DFLASH_BUDGET" in str(refused.value)
+    assert "SGLANG_DFLASH_BUDGET" in str(refused.value)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import (
+    DecodeCudaGraphRunner as Graphs,
+)
 
 from sglang_dflash.budget import planner
 from sglang_dflash.budget.calibration import Calibrator
@@ -205,15 +210,48 @@ def test_device_rows_are_those_of_the_same_widths_on_the_host() -> None:
 
 
 @given(st.lists(st.integers(1, 60), unique=True), st.integers(1, 10), st.integers(1, 8))
-def test_filling_costs_no_larger_graph(counts: list[int], n: int, width: int) -> None:
+def test_a_step_is_filled_up_to_its_graph(counts: list[int], n: int, width: int) -> None:
     buckets = RowBuckets(tuple(sorted(counts)), 8)
+    limits = Limits(9, 1)
+    controller = LateController(CostModel(10, 9), limits, buckets)
     rows = np.arange(n, n * width + 1)
-    each = [buckets.filled(n, int(number), int(rows[-1])) for number in rows]
-    for number, filled in zip(rows, each, strict=True):
-        assert number <= filled <= rows[-1]
-        assert buckets.padded(n, filled) <= max(buckets.padded(n, int(number)), filled)
-    together = buckets.all_filled(n, rows)
-    assert together is None or together.tolist() == each
+    allowed = controller._numbers_of_rows(n, rows)
+    for place, number in enumerate(rows.tolist()):
+        larger = [count for count in sorted(counts) if count >= number and n <= 8]
+        filled = buckets.filled(n, number, n * width)
+        assert filled == min(larger[0] if larger else number, n * width)
+        assert allowed is None or bool(allowed[place]) == (filled == number)
+
+
+@given(st.integers(2, 16), st.integers(1, 48), st.integers(1, 60), st.data())
+def test_sglang_runs_the_graph_that_was_meant_or_none(
+    block_size: int, most: int, n: int, data: Any
+) -> None:
+    """SGLang's own choice of a graph, for the layouts of all kinds of steps."""
+    captured = sorted({*range(1, most + 1, data.draw(st.integers(1, 8))), most})
+    buckets = RowBuckets(tuple(bs * block_size for bs in captured), most)
+    runner = SimpleNamespace(
+        capture_num_tokens=list(buckets.counts),
+        max_bs=most,
+        attn_backend=SimpleNamespace(supports_ragged_verify_graph=True),
+        require_mlp_sync=False,
+        is_encoder_decoder=False,
+        captured_req_width=block_size,
+        capture_hidden_mode=CaptureHiddenMode.FULL,
+    )
+    runner._ragged_capture_slots = MethodType(Graphs._ragged_capture_slots, runner)
+    num_rows = data.draw(st.integers(n, n * block_size))
+    size = buckets.padded(n, num_rows)
+    named = buckets.layout_size(size)
+    forward = SimpleNamespace(batch_size=n, capture_hidden_mode=CaptureHiddenMode.FULL)
+    runs = Graphs._can_run_ragged_verify_graph(
+        runner, forward, SimpleNamespace(graph_num_tokens=named)
+    )
+    if runs:
+        assert Graphs._ragged_graph_num_tokens(runner, named) == named == size
+        assert n < most or size == num_rows, "a full graph has no empty request for empty rows"
+    else:
+        assert size == num_rows
 
 
 def test_a_graph_without_empty_requests_is_filled_or_not_used() -> None:

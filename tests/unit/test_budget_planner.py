@@ -17,7 +17,6 @@ from sglang_dflash.budget.planner import (
     StepSeconds,
     plan_widths,
     widen,
-    worth_drafting,
 )
 
 many = settings(max_examples=60, deadline=None)
@@ -188,9 +187,3 @@ def test_the_gain_curve_forgets() -> None:
             curve.update(np.full((1, 7), chance))
         expected = 1 + sum(chance**i for i in range(1, 8))
         assert curve.tokens(1, rows)[0] == pytest.approx(expected, rel=0.01)
-
-
-def test_drafting_is_worth_what_its_best_plan_gains() -> None:
-    tokens, seconds = np.array([4.0, 7.0, 9.0]), np.array([2.0, 2.5, 6.0])
-    # 2.8 tokens per second against 4 requests in 2 seconds
-    assert worth_drafting(tokens, seconds, 2.0, 4) == pytest.approx(1.4)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_parallel
 
 from sglang_dflash.budget import clock, controller, late_controller, policy
 from sglang_dflash.draft.forward import DraftForward
@@ -51,12 +52,12 @@ def _accept(proposals, draft, target_probs, uniforms, row_starts, widths):
 
 
 def _work_behind_the_host() -> None:
-    """Decide as for a GPU; `random`: another number of rows each step, on made-up graph sizes."""
+    """Decide as for a GPU, on made-up graph sizes; `random`: another number of rows each step."""
     graphs.host_waits = lambda _: False
     graphs.takes_ragged_graphs = lambda _: True
+    graphs.row_buckets = lambda _: RowBuckets((2, 3, 5, 8, 16, 24, 40), 12)
     clock.clock_of = lambda _: _LaggingClock()
     if os.environ["DFLASH_LATE"] == "random":
-        graphs.row_buckets = lambda _: RowBuckets((2, 3, 5, 8, 16, 24, 40), 12)
         late_controller.LateController = _RandomRows  # type: ignore[misc]
 
 
@@ -82,7 +83,7 @@ class _RandomRows(late_controller.LateController):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._random = random.Random(1)
+        self._random = random.Random(get_parallel().tp_rank)  # the first rank's must count
 
     def start(self, n: int, context_tokens: float | None = None) -> controller.Step:
         step = super().start(n, context_tokens)
@@ -109,7 +110,7 @@ class _RandomWidths(policy.FixedWidth):
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self._random = random.Random(1)
+        self._random = random.Random(get_parallel().tp_rank)  # the first rank's must count
 
     def draft_width(self, facts: policy.StepFacts) -> int:
         widest = super().draft_width(facts)
