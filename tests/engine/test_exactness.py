@@ -50,7 +50,6 @@ CASES = [
     Case("llama, windowed draft, block 8, usual arithmetic", "windowed_pair", 8, USUAL),
     Case("llama, two ranks, block 8, a token map, late", "llama_pair", 8, {"tp_size": 2},
          widths="random late", token_map=True),
-    Case("qwen3, block 8, late", "qwen3_pair", 8, widths="random late", all_seeds=True),
     Case("qwen3, block 8, pages of 16, usual arithmetic", "qwen3_pair", 8,
          {"disable_overlap_schedule": True, "page_size": 16, **USUAL}, widths="random"),
     Case("qwen3, block 16, small pool", "qwen3_pair", 16,
