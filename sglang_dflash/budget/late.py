@@ -50,7 +50,7 @@ class _Step:
         started: moment.
         drafted: moments of the draft's begin and of the choice of widths.
         chances: [n, w-1], on their way to the host; None for a plain step.
-        widths: [n], on their way to the host.
+        widths: [n], on their way to the host where they are counted.
         accepted: [n], on their way to the host.
         arrived: moment at which they are there.
         ended: moment at which the next step starts; None where something else came between.
@@ -142,7 +142,9 @@ class LateWidths(WidthPolicy):
         step = self._unheard[-1]
         if self._judged is not None:
             self._lessons.add(*self._judged, rows, num_accepted)
-        step.widths, step.accepted = map(self._host.copy, (rows.widths, num_accepted))
+        step.accepted = self._host.copy(num_accepted)
+        if self._count is not None:
+            step.widths = self._host.copy(rows.widths)
         step.arrived = self._host.clock.mark()
 
     def _hear(self) -> None:

@@ -213,8 +213,10 @@ def propose_sampled(
     confidence = None
     if with_confidence:
         each = (scores.float() - head.log_mass(logits).view(n, num_proposals, 1)).exp()
-        seen = each.gather(2, best).squeeze(2)
-        confidence = (probs * each).sum(2) if sampling.seeds is None else seen
+        if sampling.seeds is None:
+            confidence = (probs * each).sum(2)
+        else:
+            confidence = each.gather(2, best).squeeze(2)
     return Proposal(proposals, DraftProbs(tokens, probs), confidence)
 
 

@@ -19,7 +19,7 @@ from sglang_dflash.draft.block import Block
 from sglang_dflash.verify.buckets import NO_BUCKETS, RowBuckets
 from sglang_dflash.verify.rows import Rows
 
-__all__ = ["Verified", "ragged_layout", "verify_block", "verify_input_of"]
+__all__ = ["Verified", "verify_block", "verify_input_of"]
 
 _NOWHERE = -1  # SGLang's name for the slot that nobody owns, as a column of a plan
 
@@ -97,7 +97,7 @@ def verify_input_of(
         draft_token_num=rows.block_size,
         kv_loc_plan=plan,
         kv_loc_cols=columns,
-        ragged_verify_layout=ragged_layout(rows, size, buckets),
+        ragged_verify_layout=_ragged_layout(rows, size, buckets),
     )
     return verify_input, _filled(rows.take(block.locs), empty)
 
@@ -106,9 +106,7 @@ def _filled(values: torch.Tensor, empty: tuple[int, int]) -> torch.Tensor:
     return F.pad(values, empty) if any(empty) else values
 
 
-def ragged_layout(
-    rows: Rows, size: int, buckets: RowBuckets = NO_BUCKETS
-) -> RaggedVerifyLayout | None:
+def _ragged_layout(rows: Rows, size: int, buckets: RowBuckets) -> RaggedVerifyLayout | None:
     """Return SGLang's description of M rows in a forward of `size`.
 
     None for whole blocks, which graphs by the number of rows want described too.

@@ -42,12 +42,9 @@ class Rows:
 
     @classmethod
     def _make(cls, widths: tuple[int, ...], block_size: int, device: torch.device | str) -> Rows:
-        on_host = torch.tensor(widths, dtype=torch.int64)
-        starts = on_host.cumsum(0) - on_host
-        request = torch.repeat_interleave(torch.arange(len(widths)), on_host)
-        offset = torch.arange(len(request)) - starts[request]
-        by_request = to_device(torch.stack([on_host, starts]), device)
-        by_row = to_device(torch.stack([request, offset]), device)
+        made = cls.chosen_on_device(torch.tensor(widths), sum(widths), block_size)  # the host here
+        by_request = to_device(torch.stack([made.widths, made.starts]), device)
+        by_row = to_device(torch.stack([made.request, made.offset]), device)
         return cls(*by_request, *by_row, widths, block_size)
 
     @classmethod
