@@ -245,7 +245,7 @@ def _choose_upstream(server_args: Any, options: Any, target: Any) -> str | None:
         return reason
     raise UnsupportedCheckpoint(
         f"DFLASH on {current_platform.device_name}: {reason}. SGLang's own DFLASH worker may serve "
-        "this, but needs CUDA; without it, serve without these or with a plain DFlash draft."
+        "this, but needs CUDA; without it, serve without these or with a DFlash or DFlash2 draft."
     )
 
 

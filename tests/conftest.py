@@ -21,6 +21,8 @@ import pytest
 import torch
 from pairs import Pair, make_pair
 
+import sglang_dflash.draft.grouped_conv
+import sglang_dflash.draft.selector
 import sglang_dflash.hf.draft
 from sglang_dflash.demo.model import bundled_draft, ensure_target
 
@@ -44,6 +46,12 @@ def windowed_pair(request: pytest.FixtureRequest) -> Pair:
 
 
 @pytest.fixture(scope="session")
+def dflash2_pair(request: pytest.FixtureRequest) -> Pair:
+    """A tiny Qwen3 target and a DFlash2 draft; tau about 3.9 greedy, 2.7 at temperature 1."""
+    return _kept_pair(request, "qwen3", dflash2=True)
+
+
+@pytest.fixture(scope="session")
 def smollm2_pair() -> Pair:
     """SmolLM2-135M-Instruct and the bundled draft: real text; fetched on first use (93 MB)."""
     return Pair(ensure_target(), bundled_draft(), block_size=8)
@@ -54,16 +62,21 @@ def _kept_pair(
     family: Literal["llama", "qwen3"],
     *,
     sliding_window: int | None = None,
+    dflash2: bool = False,
 ) -> Pair:
     """Return a pair from pytest's cache, made anew when what makes it changed (some 10 s)."""
-    sources = (Path(str(module.__file__)) for module in (pairs, sglang_dflash.hf.draft))
+    modules = [pairs, sglang_dflash.hf.draft]
+    if dflash2:
+        modules += [sglang_dflash.draft.grouped_conv, sglang_dflash.draft.selector]
+    sources = (Path(str(module.__file__)) for module in modules)
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources))
-    digest.update(f"{torch.__version__} {family} {sliding_window}".encode())
+    digest.update(f"{torch.__version__} {family} {sliding_window} {dflash2}".encode())
     root = Path(request.config.cache.mkdir("dflash_pairs"))
-    folder = root / f"{family}-{sliding_window or 'full'}-{digest.hexdigest()[:16]}"
+    kind = "dflash2" if dflash2 else sliding_window or "full"
+    folder = root / f"{family}-{kind}-{digest.hexdigest()[:16]}"
     if not folder.is_dir():
         unfinished = Path(tempfile.mkdtemp(dir=root))
-        make_pair(unfinished, family, sliding_window=sliding_window)
+        make_pair(unfinished, family, sliding_window=sliding_window, dflash2=dflash2)
         try:
             unfinished.rename(folder)  # whole or absent, also with two test runs at a time
         except OSError:

@@ -44,6 +44,14 @@ _CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _FAMILIES = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
+_DFLASH2 = {
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 16,
+    "selector_top_k": 4,
+    "output_multiplier": 0.9,
+    "final_logit_softcapping": 40.0,
+}
 _PROMPT_TOKENS, _TEXT_TOKENS = 8, 72
 _NUM_TEXTS, _BATCH, _ANCHORS_A_STEP, _STEPS = 192, 24, 3, 180
 
@@ -77,6 +85,7 @@ def make_pair(
     block_size: int = 8,
     seed: int = 0,
     sliding_window: int | None = None,
+    dflash2: bool = False,
 ) -> Pair:
     """Write a target and a trained draft, float32, and return where they lie.
 
@@ -93,6 +102,7 @@ def make_pair(
         block_size: B to train the draft at.
         seed: Of everything.
         sliding_window: Window of the draft's last layer; None makes all layers full.
+        dflash2: Whether the draft has convolutions and a candidate selector.
     """
     pair = Pair(folder / "target", folder / "draft", block_size)
     sizes = {
@@ -108,6 +118,9 @@ def make_pair(
         torch.manual_seed(seed)
         target = _random_target(family, sizes, num_layers)
         config = _draft_config(sizes, num_layers, draft_layers, block_size, sliding_window)
+        if dflash2:
+            config |= {"architectures": ["DFlash2DraftModel"]}
+            config["dflash_config"] |= _DFLASH2
         draft = _trained_draft(config, target)
     target.save_pretrained(pair.target)
     _tokenizer().save_pretrained(pair.target)
@@ -199,6 +212,8 @@ def _draft_config(
 def _trained_draft(config: dict[str, Any], target: PreTrainedModel) -> HFDraft:
     """Return a draft trained on the target's own texts, greedy and sampled."""
     draft = HFDraft(DraftConfig.from_dict(config, source="tests/pairs.py"))
+    if draft.candidate_selector is not None:  # with two codebooks at 0 neither would leave it
+        torch.nn.init.normal_(draft.candidate_selector.predecessor_codebook)
     texts, features = _texts(target, draft.config.target_layer_ids)
     optimizer = torch.optim.AdamW(draft.parameters(), lr=4e-3, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -256,11 +271,32 @@ def _loss(
         )
         positions = torch.arange(anchor, anchor + block)
         hidden = draft(target.get_input_embeddings()(ids), positions, context)
-        logits = target.lm_head(hidden[:, 1:]).flatten(0, 1)
-        labels = texts[:, anchor + 1 : anchor + block].flatten()
-        each = F.cross_entropy(logits, labels, reduction="none").view(len(texts), -1)
+        logits = target.lm_head(hidden[:, 1:])
+        labels = texts[:, anchor + 1 : anchor + block]
+        each = _cross_entropy(logits, labels)
+        if draft.candidate_selector is not None:  # the rows' own logits name its candidates
+            selected = _selected(
+                draft, hidden[:, 1:], logits, texts[:, anchor : anchor + block - 1]
+            )
+            each = each + _cross_entropy(selected, labels)
         losses.append((each * weights).mean() / weights.mean())
     return torch.stack(losses).mean()
+
+
+def _cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return that of each row, [n, B-1]."""
+    each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return each.view(labels.shape)
+
+
+def _selected(
+    draft: HFDraft, hidden: torch.Tensor, logits: torch.Tensor, before: torch.Tensor
+) -> torch.Tensor:
+    """Return logits [n, B-1, V] as the selector has them where it comes from the text's tokens."""
+    cap = draft.config.final_logit_softcapping
+    own = cap * torch.tanh(logits * draft.config.output_multiplier / cap)
+    tokens = torch.arange(logits.shape[2])
+    return own + draft.candidate_selector.pair_scores(hidden, before[..., None], tokens).squeeze(2)
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

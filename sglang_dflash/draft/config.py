@@ -11,7 +11,7 @@ from typing import Any
 from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.draft.fields import Fields
 from sglang_dflash.draft.rope import RopeSettings
-from sglang_dflash.draft.schema import SUPPORTED_ARCHITECTURE, unsupported_reason
+from sglang_dflash.draft.schema import unsupported_reason
 from sglang_dflash.draft.weights import (
     canonical_weight_name,
     check_weights,
@@ -41,11 +41,11 @@ _EXPECTED = "expected a folder with the config.json and *.safetensors of a DFlas
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """What a plain DFlash draft is, as its checkpoint states it.
+    """What a DFlash or DFlash2 draft is, as its checkpoint states it.
 
     Attributes:
         source: Where it was read, for messages.
-        architecture: `DFlashDraftModel`.
+        architecture: `DFlashDraftModel` or a name of DFlash2's.
         hidden_size: H, the draft's and the target's.
         intermediate_size: Width of the MLP.
         num_layers: L, decoder layers of the draft.
@@ -70,6 +70,12 @@ class DraftConfig:
         num_target_layers: Decoder layers of the target it was trained on, or None.
         mask_token_id: Token id of the masks, or None where only `mask_token` is known.
         mask_token: Text of the mask token.
+        selector_rank: Width r of the candidate selector's codebooks; 0 has none.
+        selector_top_k: K, the candidates of a row that it chooses from; 0 has none.
+        conv_kernel_size: Taps of the convolutions around every sublayer; 0 has none.
+        conv_group_size: Channels that share a kernel's moving part; 0 has none.
+        output_multiplier: Factor of the candidates' logits.
+        final_logit_softcapping: c of c * tanh(logits / c) on them after that, or None.
     """
 
     source: str
@@ -97,6 +103,12 @@ class DraftConfig:
     num_target_layers: int | None
     mask_token_id: int | None
     mask_token: str
+    selector_rank: int = 0
+    selector_top_k: int = 0
+    conv_kernel_size: int = 0
+    conv_group_size: int = 0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
 
     @property
     def num_context_features(self) -> int:
@@ -112,17 +124,17 @@ class DraftConfig:
             source: Where it came from, for messages.
 
         Raises:
-            UnsupportedCheckpoint: the draft is not plain DFlash, or keys are missing or
+            UnsupportedCheckpoint: the draft is neither DFlash nor DFlash2, or keys are missing or
                 contradict each other; one message names all of them.
         """
         reason = unsupported_reason(config)
         if reason is not None:
             raise UnsupportedCheckpoint(
-                f"{_OPTION} {source}: not a plain {SUPPORTED_ARCHITECTURE} draft: {reason}. "
+                f"{_OPTION} {source}: not a plain DFlash or DFlash2 draft: {reason}. "
                 "Use a plain one; on CUDA SGLang's own DFLASH worker may serve this one."
             )
         fields = Fields(config)
-        values = _sizes(fields) | _rope(config, fields) | _format(fields)
+        values = _sizes(fields) | _rope(config, fields) | _format(fields) | _dflash2(fields)
         num_layers = values["num_layers"]
         values["sliding_windows"], values["causal"] = _attention(fields, num_layers)
         values["target_layer_ids"] = _target_layer_ids(fields, num_layers)
@@ -131,7 +143,7 @@ class DraftConfig:
                 f"{_OPTION} {source}: config.json cannot be used: {'; '.join(fields.problems)}. "
                 "Correct these keys, or take the config.json that the draft was published with."
             )
-        return cls(source=source, architecture=SUPPORTED_ARCHITECTURE, **values)
+        return cls(source=source, architecture=config["architectures"][0], **values)
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> DraftConfig:
@@ -274,6 +286,32 @@ def _format(fields: Fields) -> dict[str, Any]:
         "num_target_layers": fields.integer("num_target_layers", None),
         "mask_token_id": fields.integer("mask_token_id", None, minimum=0),
         "mask_token": mask_token,
+    }
+
+
+def _dflash2(fields: Fields) -> dict[str, Any]:
+    """Return what DFlash2 adds; each part is there or not by its two sizes."""
+    names = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+    sizes = {name: fields.integer(name, 0, minimum=0) for name in names}
+    for one, other in (names[:2], names[2:]):
+        if bool(sizes[one]) != bool(sizes[other]):
+            fields.problem(f"{one} is {sizes[one]} and {other} {sizes[other]}: one needs the other")
+    is_second = fields.get("architectures") != ["DFlashDraftModel"]
+    if is_second and not sizes["selector_rank"]:
+        fields.problem("selector_rank is missing, and DFlash2 has a candidate selector")
+    vocab_size = fields.integer("vocab_size", None)
+    if sizes["selector_rank"] and vocab_size is None:
+        fields.problem("vocab_size is missing, and the candidate selector has a row for each token")
+    if vocab_size is not None and sizes["selector_top_k"] > vocab_size:
+        fields.problem(f"selector_top_k {sizes['selector_top_k']} is beyond vocab_size")
+    group_size, hidden_size = sizes["conv_group_size"], fields.integer("hidden_size")
+    if group_size and hidden_size % group_size:
+        fields.problem(f"conv_group_size {group_size} does not divide hidden_size {hidden_size}")
+    cap = fields.get("final_logit_softcapping")
+    return sizes | {
+        "output_multiplier": fields.number("output_multiplier", 1.0),
+        # Off is null or 0.
+        "final_logit_softcapping": fields.number("final_logit_softcapping", 1.0) if cap else None,
     }
 
 

@@ -30,13 +30,13 @@ from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.hot_head import HotHead
 from sglang_dflash.draft.model import DFlashDraftModel
+from sglang_dflash.draft.path import proposer_of
 from sglang_dflash.draft.proposer import (
     Proposal,
     Sampling,
     VocabularyHead,
-    propose_greedy,
-    propose_sampled,
 )
+from sglang_dflash.draft.schema import ARCHITECTURES
 from sglang_dflash.draft.token_map import read_token_map, token_map_of
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.verify.rows import Rows
@@ -69,7 +69,7 @@ def build_draft_worker(
             super()._init_model_config()
             self.model_config.dtype = target_config.dtype
 
-    ModelRegistry.models["DFlashDraftModel"] = DFlashDraftModel
+    ModelRegistry.models |= dict.fromkeys(ARCHITECTURES, DFlashDraftModel)
     return build_draft_tp_worker(
         server_args=server_args,
         gpu_id=gpu_id,
@@ -156,7 +156,9 @@ class DraftForward:
         self._model: DFlashDraftModel = self._runner.model
         self._block_size = block_size
         self._model.borrow_embedding(block_embedding(target_model))
-        self._head = vocabulary_head(target_model)
+        head = vocabulary_head(target_model)
+        selector, config = self._model.candidate_selector, self._model.draft_config
+        self._proposer = proposer_of(selector, head, config)
         self._spec_infos: dict[int, DFlashVerifyInput] = {}
         self._pending: list[_Rows] = []
 
@@ -194,13 +196,13 @@ class DraftForward:
         forward_batch = verify_batch(self._runner, batch, taken, spec_info, plan, rows.columns)
         output = self._runner.forward(forward_batch).logits_output.hidden_states
         hidden = output.view(len(block.ids), width, -1)
-        if sampling is None:
-            proposal = propose_greedy(hidden, self._head, with_confidence=with_confidence)
-        else:
-            positions = block.positions[:, :width]
-            proposal = propose_sampled(
-                hidden, self._head, sampling, positions, with_confidence=with_confidence
-            )
+        proposal = self._proposer.propose(
+            hidden,
+            block.ids[:, 0],
+            sampling,
+            block.positions[:, :width],
+            with_confidence=with_confidence,
+        )
         return proposal.filled(self._block_size - 1)
 
     def _spec_info(self, width: int) -> DFlashVerifyInput:

@@ -26,6 +26,8 @@ from torch import nn
 from sglang_dflash.draft.checkpoint import read_draft_config
 from sglang_dflash.draft.config import DraftConfig, canonical_weight_name, check_weights
 from sglang_dflash.draft.context import context_kv
+from sglang_dflash.draft.grouped_conv import GroupedConv, convolved
+from sglang_dflash.draft.selector import CandidateSelector
 
 __all__ = ["DFlashDraftModel", "served_draft_config"]
 
@@ -136,6 +138,8 @@ class DraftLayer(nn.Module):
         self.self_attn = DraftAttention(config, layer_id)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = DraftMLP(config)
+        self.attention_conv = GroupedConv.of(config)
+        self.mlp_conv = GroupedConv.of(config)
 
     def forward(
         self,
@@ -149,15 +153,25 @@ class DraftLayer(nn.Module):
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
             hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(positions, hidden, forward_batch)
+        width = len(hidden) // forward_batch.batch_size
+        hidden = convolved(
+            hidden,
+            lambda rows: self.self_attn(positions, rows, forward_batch),
+            self.attention_conv,
+            width,
+        )
         hidden, residual = self.post_attention_layernorm(hidden, residual)
-        return self.mlp(hidden), residual
+        return convolved(hidden, self.mlp, self.mlp_conv, width), residual
 
 
 class DFlashDraftModel(nn.Module):
     """The DFlash draft: L layers over injected context, borrowing the target's embedding and head.
 
-    Source: DFlash (arXiv 2602.06036); the checkpoint format is z-lab's.
+    Source: DFlash (arXiv 2602.06036) and DFlash2 (inco.ai/blog/dflash2); the checkpoint format is
+    z-lab's.
+
+    Attributes:
+        candidate_selector: DFlash2's, or None.
     """
 
     draft_parallel_spec = DraftParallelSpec(tp_execution=DraftTPExecution.SINGLE_GROUP)
@@ -172,6 +186,7 @@ class DFlashDraftModel(nn.Module):
         num_features = len(draft.target_layer_ids) * draft.hidden_size
         self.fc = nn.Linear(num_features, draft.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(draft.hidden_size, eps=draft.rms_norm_eps)
+        self.candidate_selector = CandidateSelector.of(draft)
 
     def borrow_embedding(self, embed: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Take `embed`, [T] int64 -> [T, H], the target's embedding times its noise scale."""

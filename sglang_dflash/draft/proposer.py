@@ -15,8 +15,10 @@ from sglang_dflash.verify.accept import DraftProbs
 
 __all__ = [
     "Proposal",
+    "RowProposer",
     "Sampling",
     "VocabularyHead",
+    "cut_law",
     "propose_greedy",
     "propose_nothing",
     "propose_sampled",
@@ -145,6 +147,36 @@ class VocabularyHead:
         return mass if self.gather is None else self.gather(mass).logsumexp(dim=-1, keepdim=True)
 
 
+class RowProposer:
+    """Proposals of a plain draft: each row's own, whatever the others propose."""
+
+    def __init__(self, head: VocabularyHead) -> None:
+        self._head = head
+
+    def propose(
+        self,
+        hidden: torch.Tensor,
+        anchors: torch.Tensor,
+        sampling: Sampling | None,
+        positions: torch.Tensor,
+        *,
+        with_confidence: bool = False,
+    ) -> Proposal:
+        """Return proposals for the mask rows of n blocks: the best tokens, or drawn.
+
+        Args:
+            hidden: [n, B, H], the draft's output for the whole block.
+            anchors: [n] int64; a row does not ask for them.
+            sampling: how each request is sampled; None where all are greedy.
+            positions: [n, B] int64, the place of each row.
+            with_confidence: whether the probabilities of the proposals are wanted too.
+        """
+        asked = {"with_confidence": with_confidence}
+        if sampling is None:
+            return propose_greedy(hidden, self._head, **asked)
+        return propose_sampled(hidden, self._head, sampling, positions, **asked)
+
+
 def propose_greedy(
     hidden: torch.Tensor, head: VocabularyHead, *, with_confidence: bool = False
 ) -> Proposal:
@@ -203,7 +235,7 @@ def propose_sampled(
     scores, tokens = scores.view(n, num_proposals, -1), tokens.view(n, num_proposals, -1)
     heat = sampling.temperatures.unsqueeze(2) * (_SHARPNESS if sampling.seeds is None else 1.0)
     probs = torch.softmax(scores.float() / heat, dim=-1)
-    probs = _cut(probs, sampling)
+    probs = cut_law(probs, sampling)
     if sampling.seeds is None:
         noise = -torch.empty_like(probs).exponential_().log_()
     else:
@@ -228,11 +260,12 @@ def propose_nothing(n: int, num_proposals: int, device: torch.device | str) -> P
     return Proposal(tokens, DraftProbs(column, probs), is_empty=True)
 
 
-def _cut(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Cut the draft's law ([n, B-1, C], best first) as the request cuts the target's."""
-    ranks = torch.arange(probs.shape[2], device=probs.device)
-    cut = ranks >= sampling.top_ks[:, None, None]
-    cut = cut | (probs.cumsum(-1) - probs > sampling.top_ps[:, None, None])
+def cut_law(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Cut the draft's laws ([n, ..., C], best first) as the requests cut the target's."""
+    ranks = torch.arange(probs.shape[-1], device=probs.device)
+    each = (-1,) + (1,) * (probs.dim() - 1)
+    cut = ranks >= sampling.top_ks.view(each)
+    cut = cut | (probs.cumsum(-1) - probs > sampling.top_ps.view(each))
     probs = probs.masked_fill(cut, 0.0)
     return probs / probs.sum(-1, keepdim=True)
 

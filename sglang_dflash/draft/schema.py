@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which draft checkpoints are plain DFlash, key by key of their config.json.
+"""Which draft checkpoints are DFlash or DFlash2, key by key of their config.json.
 
-A key is read, or known to leave the numbers alone, or known to ask for something that the
-plain model does not do, or unknown. An unknown key that is switched on is refused: a draft
+A key is read, or known to leave the numbers alone, or known to ask for something that our
+model does not do, or unknown. An unknown key that is switched on is refused: a draft
 that is run without part of itself loads, serves, and is accepted at 1 token a step.
 """
 
@@ -13,13 +13,20 @@ from typing import Any
 
 from sglang_dflash.draft.rope import rope_unsupported_reason
 
-__all__ = ["NESTED_KEYS", "SUPPORTED_ARCHITECTURE", "unsupported_reason"]
+__all__ = ["ARCHITECTURES", "NESTED_KEYS", "unsupported_reason"]
 
-SUPPORTED_ARCHITECTURE = "DFlashDraftModel"
+ARCHITECTURES = (
+    "DFlashDraftModel",
+    "DFlash2DraftModel",
+    "DFlash2BeamDraftModel",  # Beam and MiniMax are targets; the drafts are the same
+    "MiniMaxDFlash2DraftModel",
+)
 
 # Keys that may stand in `dflash_config` or at the top level.
 NESTED_KEYS = frozenset(
-    {"block_size", "mask_token", "mask_token_id", "num_target_layers", "target_layer_ids"}
+    """block_size conv_group_size conv_kernel_size final_logit_softcapping mask_token mask_token_id
+    num_target_layers output_multiplier selector_rank selector_top_k
+    target_layer_ids""".split()  # noqa: SIM905
 )
 _READ_KEYS = NESTED_KEYS | frozenset(
     """architectures attention_bias dflash_config dtype head_dim hidden_act hidden_size
@@ -43,10 +50,7 @@ _NEUTRAL_KEYS = frozenset(
     tf_legacy_loss tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p torchscript
     transformers_version typical_p use_bfloat16 use_cache""".split()  # noqa: SIM905
 )
-_ARCHITECTURES = {
-    "DFlash2DraftModel": "has a candidate selector and convolutions (DFlash2)",
-    "DFlash2BeamDraftModel": "has a candidate selector and convolutions (DFlash2)",
-    "MiniMaxDFlash2DraftModel": "has a candidate selector and convolutions (DFlash2)",
+_OTHER_ARCHITECTURES = {
     "DFlashLagunaForCausalLM": "gates its attention and normalises every captured layer (Laguna)",
     "MuseGlimmerAssistantModel": "numbers the captured layers in its own way (Muse Glimmer)",
     "LiLiCorrDraftModel": "re-scores its candidates with a lattice model (LiLiCorr)",
@@ -59,13 +63,9 @@ _ARCHITECTURES = {
 _SPECULATORS = ((), "speculators format, which is not read")
 _FEATURES: dict[str, tuple[tuple[Any, ...], str]] = {
     "projector_type": ((), "a projector corrects the logits (Domino)"),
-    "selector_rank": ((0,), "a candidate selector (DFlash2)"),
-    "selector_top_k": ((0,), "a candidate selector (DFlash2)"),
-    "conv_kernel_size": ((0,), "grouped convolutions (DFlash2)"),
-    "conv_group_size": ((0,), "grouped convolutions (DFlash2)"),
-    "markov_rank": ((0,), "a Markov head (DSpark)"),
     "output_multiplier": ((1,), "the draft's logits are scaled"),
     "final_logit_softcapping": ((0,), "the draft's logits are soft-capped"),
+    "markov_rank": ((0,), "a Markov head (DSpark)"),
     "input_embedding_scale": ((1,), "the draft scales the embeddings itself"),
     "attention_sink_bias": ((), "attention sinks"),
     "attention_value_scale": ((1,), "the values of the attention are scaled"),
@@ -83,11 +83,13 @@ _FEATURES: dict[str, tuple[tuple[Any, ...], str]] = {
     "draft_vocab_size": ((), "a vocabulary of its own (speculators format)"),
     "aux_hidden_state_layer_ids": _SPECULATORS,
 }
+# Of a draft with a candidate selector only: its candidates' logits.
+_SELECTOR_KEYS = frozenset({"output_multiplier", "final_logit_softcapping"})
 _MASK_SIDECAR = "mask_embedding.pt"
 
 
 def unsupported_reason(config: dict[str, Any], folder: str | Path | None = None) -> str | None:
-    """Return in one line why a draft is not plain DFlash, or None when it is.
+    """Return in one line why a draft is neither DFlash nor DFlash2, or None when it is.
 
     Args:
         config: The draft's parsed config.json.
@@ -95,11 +97,15 @@ def unsupported_reason(config: dict[str, Any], folder: str | Path | None = None)
     """
     reasons = _architecture_reasons(config)
     nested = config.get("dflash_config") or {}
+    has_selector = any(
+        isinstance(keys, dict) and keys.get("selector_rank") for keys in (config, nested)
+    )
+    unread = frozenset() if has_selector else _SELECTOR_KEYS
     if isinstance(nested, dict):
-        reasons += _key_reasons(nested, "dflash_config.", NESTED_KEYS)
+        reasons += _key_reasons(nested, "dflash_config.", NESTED_KEYS - unread)
     else:
         reasons.append(f"dflash_config is {nested!r}, expected an object")
-    reasons += _key_reasons(config, "", _READ_KEYS | _NEUTRAL_KEYS)
+    reasons += _key_reasons(config, "", (_READ_KEYS | _NEUTRAL_KEYS) - unread)
     if config.get("hidden_act", "silu") != "silu":
         reasons.append(f"hidden_act {config['hidden_act']!r} (supported: silu)")
     rope = rope_unsupported_reason(config)
@@ -112,11 +118,11 @@ def unsupported_reason(config: dict[str, Any], folder: str | Path | None = None)
 
 def _architecture_reasons(config: dict[str, Any]) -> list[str]:
     names = config.get("architectures") or []
-    if names == [SUPPORTED_ARCHITECTURE]:
-        return []
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        return [f"architectures {names!r}, expected [{SUPPORTED_ARCHITECTURE!r}]"]
-    why = _ARCHITECTURES.get(names[0], f"is not {SUPPORTED_ARCHITECTURE}")
+        return [f"architectures {names!r}, expected one of {', '.join(ARCHITECTURES)}"]
+    if names[0] in ARCHITECTURES:
+        return []
+    why = _OTHER_ARCHITECTURES.get(names[0], f"is none of {', '.join(ARCHITECTURES)}")
     return [f"architecture {names[0]}: {why}"]
 
 

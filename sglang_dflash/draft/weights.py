@@ -51,7 +51,7 @@ def canonical_weight_name(name: str) -> str | None:
 
 
 def expected_weights(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of a plain draft, as stored (not fused).
+    """Return name and shape of every tensor of a draft, as stored (not fused).
 
     Args:
         config: The draft.
@@ -81,6 +81,23 @@ def expected_weights(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         for name in ("gate_proj", "up_proj"):
             weights[f"{layer}.mlp.{name}.weight"] = (config.intermediate_size, hidden)
         weights[f"{layer}.mlp.down_proj.weight"] = (hidden, config.intermediate_size)
+    return weights | _dflash2_weights(config)
+
+
+def _dflash2_weights(config: DraftConfig) -> dict[str, tuple[int, ...]]:
+    hidden, taps, rank = config.hidden_size, config.conv_kernel_size, config.selector_rank
+    weights: dict[str, tuple[int, ...]] = {}
+    if taps:
+        width = 2 * taps * (hidden // config.conv_group_size)
+        for i in range(config.num_layers):
+            for conv in (f"layers.{i}.attention_conv", f"layers.{i}.mlp_conv"):
+                weights[f"{conv}.base_kernel"] = (2, taps, hidden)
+                weights[f"{conv}.kernel_projection.weight"] = (width, hidden)
+    if rank:
+        assert config.vocab_size is not None, "from_dict asks for it"
+        for side in ("predecessor", "successor"):
+            weights[f"candidate_selector.{side}_codebook"] = (config.vocab_size, rank)
+        weights["candidate_selector.hidden_projection.weight"] = (rank, hidden)
     return weights
 
 
@@ -123,7 +140,7 @@ def check_weights(
         raise UnsupportedCheckpoint(
             f"{_OPTION} {source}: the weights are not those of its config.json: {listed}. Missing "
             "ones point to an incomplete download, others to a config.json of another draft or to "
-            "parts that plain DFlash does not have."
+            "parts that the config.json does not name."
         )
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plain DFlash draft in torch alone.
+"""The DFlash draft in torch alone, DFlash2's convolutions and selector included.
 
 Per layer: norm, attention of the block's rows over [context | block], norm, SwiGLU. The
 context's K and V come from the target's hidden states, not from the draft's own (KV injection):
-`K = rope(k_norm(k_proj(c)))`, `V = v_proj(c)` with `c = hidden_norm(fc(features))`.
+`K = rope(k_norm(k_proj(c)))`, `V = v_proj(c)` with `c = hidden_norm(fc(features))`. DFlash2 wraps
+each sublayer in a convolution over the block's rows; the context is not convolved.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -16,6 +18,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.grouped_conv import GroupedConv, convolved
+from sglang_dflash.draft.selector import CandidateSelector
 from sglang_dflash.draft.weights import (
     canonical_weight_name,
     check_weights,
@@ -171,7 +175,12 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A Qwen3-like pre-norm layer whose attention also sees the injected context."""
+    """A Qwen3-like pre-norm layer whose attention also sees the injected context.
+
+    Attributes:
+        attention_conv: Wraps the attention; None in a plain draft.
+        mlp_conv: Wraps the MLP; None in a plain draft.
+    """
 
     def __init__(self, config: DraftConfig, layer_id: int) -> None:
         super().__init__()
@@ -179,13 +188,16 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention_conv = GroupedConv.of(config)
+        self.mlp_conv = GroupedConv.of(config)
 
 
 class HFDraft(nn.Module):
-    """A plain DFlash draft; its parameters have the checkpoint's names.
+    """A DFlash or DFlash2 draft; its parameters have the checkpoint's names.
 
     Attributes:
         config: What the checkpoint states.
+        candidate_selector: Scores neighbouring candidates; None in a plain draft.
     """
 
     def __init__(self, config: DraftConfig) -> None:
@@ -196,6 +208,7 @@ class HFDraft(nn.Module):
         self.hidden_norm = RMSNorm(hidden, config.rms_norm_eps)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
+        self.candidate_selector = CandidateSelector.of(config)
         with torch.device("cpu"):  # real even where the parameters are built on "meta"
             self._frequencies, self._rope_factor = rope_frequencies(config)
 
@@ -233,10 +246,18 @@ class HFDraft(nn.Module):
         distance = positions[:, None] - key_positions[None, :]
         x = embeddings
         for i, layer in enumerate(self._decoder_layers()):
-            x = x + layer.self_attn(
-                layer.input_layernorm(x), cos, sin, context.keys[i], context.values[i], distance
+            attend = partial(
+                layer.self_attn,
+                cos=cos,
+                sin=sin,
+                context_keys=context.keys[i],
+                context_values=context.values[i],
+                distance=distance,
             )
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            rows, size = layer.input_layernorm(x), x.shape[1]
+            x = x + convolved(rows, attend, layer.attention_conv, size)
+            rows = layer.post_attention_layernorm(x)
+            x = x + convolved(rows, layer.mlp, layer.mlp_conv, size)
         return self.norm(x)
 
     def _decoder_layers(self) -> list[DecoderLayer]:
@@ -259,8 +280,8 @@ def load_draft(
         device: Where to put it.
 
     Raises:
-        UnsupportedCheckpoint: the checkpoint is not plain DFlash, or its tensors are not those
-            that its config.json asks for.
+        UnsupportedCheckpoint: the checkpoint is neither DFlash nor DFlash2, or its tensors are not
+            those that its config.json asks for.
 
     Example:
         >>> draft = load_draft("Qwen3-8B-DFlash-b16", torch.bfloat16, "cuda")

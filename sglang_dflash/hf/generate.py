@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Speculative decoding of one prompt with a DFlash draft, on a transformers target."""
+"""Speculative decoding of one prompt with a DFlash or DFlash2 draft, on a transformers target."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from transformers import DynamicCache
 
 from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.hf.accept import accept_greedy, accept_sampled, draw
+from sglang_dflash.hf.select import walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,7 +70,8 @@ def spec_generate(
 
     Greedy text is the target's own greedy text. Sampled text follows the target's law: proposals
     are drawn from the draft's distribution q and kept with probability min(1, p/q), the first
-    refused one is replaced by a draw from the normalised max(p - q, 0).
+    refused one is replaced by a draw from the normalised max(p - q, 0). A DFlash2 draft draws each
+    proposal given the one before it.
 
     Args:
         draft: From `load_draft`, on the target's device and in its type.
@@ -162,16 +164,11 @@ class _Decoder:
 
     def step(self, anchor: int) -> list[int]:
         """Draft a block after the anchor, verify it, and return the tokens it commits."""
-        prefix_len = self._cache.get_seq_length()
-        draft_logits = self._draft_logits(anchor, prefix_len)  # [B-1, V]
-        if self._temperature == 0:
-            proposals = draft_logits.argmax(-1)
-            logits, features = self._verify(anchor, proposals)
+        proposals, draft_probs = self._propose(anchor)
+        logits, features = self._verify(anchor, proposals)
+        if draft_probs is None:
             committed = accept_greedy(proposals, logits)
         else:
-            draft_probs = self._probs(draft_logits)
-            proposals = torch.multinomial(draft_probs, 1, generator=self._generator)[:, 0]
-            logits, features = self._verify(anchor, proposals)
             committed = accept_sampled(proposals, self._probs(logits), draft_probs, self._generator)
         # The rows kept are the anchor and the accepted proposals: as many as tokens committed.
         num_refused = self._block_size - len(committed)
@@ -180,18 +177,29 @@ class _Decoder:
         self._inject(features[:, : len(committed)])
         return committed
 
-    def _draft_logits(self, anchor: int, prefix_len: int) -> torch.Tensor:
-        """Return the draft's logits of the rows after the anchor, [B-1, V]."""
+    def _propose(self, anchor: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return proposals [B-1], and the laws [B-1, V] they were drawn from; None if greedy."""
+        hidden = self._draft_rows(anchor)
+        logits = self._target.get_output_embeddings()(hidden)
+        if self._draft.candidate_selector is not None:
+            return walk(self._draft, hidden, logits, anchor, self._temperature, self._generator)
+        if self._temperature == 0:
+            return logits.argmax(-1), None
+        draft_probs = self._probs(logits)
+        return torch.multinomial(draft_probs, 1, generator=self._generator)[:, 0], draft_probs
+
+    def _draft_rows(self, anchor: int) -> torch.Tensor:
+        """Return the draft's final hidden states of the rows after the anchor, [B-1, H]."""
         assert self._context is not None, "prefill comes first"
         device = self._target.device
         mask_token_id = self._draft.config.mask_token_id
         assert mask_token_id is not None, "check_target refuses a draft without"
         ids = torch.full((1, self._block_size), mask_token_id, device=device)
         ids[0, 0] = anchor
+        prefix_len = self._cache.get_seq_length()
         positions = torch.arange(prefix_len, prefix_len + self._block_size, device=device)
         embeddings = self._target.get_input_embeddings()(ids)
-        hidden = self._draft(embeddings, positions, self._context)
-        return self._target.get_output_embeddings()(hidden[0, 1:])
+        return self._draft(embeddings, positions, self._context)[0, 1:]
 
     def _verify(self, anchor: int, proposals: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the target's logits [B, V] and features [1, B, K*H] of a block."""

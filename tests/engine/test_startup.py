@@ -140,7 +140,7 @@ def test_a_block_must_fit_the_context(llama_pair: Pair) -> None:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "Qwen3DSparkModel"),
         ({"architectures": ["NobodysDraft"]}, "NobodysDraft"),
         ({"projector_type": "domino"}, "Domino"),
     ],

@@ -57,6 +57,14 @@ PUBLISHED: dict[str, Any] = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+# What DFlash2 adds to it, as published for Qwen3.8-27B.
+DFLASH2: dict[str, Any] = {
+    "block_size": 8,
+    "conv_group_size": 16,
+    "conv_kernel_size": 2,
+    "selector_rank": 256,
+    "selector_top_k": 16,
+}
 FITTING = {
     "target_hidden_size": 4096,
     "target_vocab_size": 151936,
@@ -78,6 +86,13 @@ def read(**changes: Any) -> DraftConfig:
     return DraftConfig.from_dict(published(**changes), source="draft-folder")
 
 
+def read_dflash2(*, dflash_config: dict[str, Any] | None = None, **changes: Any) -> DraftConfig:
+    """Return a DFlash2 draft's config with keys changed."""
+    nested = DFLASH2 | (dflash_config or {})
+    named = {"architectures": ["DFlash2DraftModel"], "block_size": ...} | changes
+    return read(dflash_config=nested, **named)
+
+
 def test_published_config_is_read() -> None:
     config = read()
     assert config.architecture == "DFlashDraftModel"
@@ -90,6 +105,60 @@ def test_published_config_is_read() -> None:
     assert config.causal == (False,) * 5
     assert config.dtype == "bfloat16"
     check_target(config, **FITTING)
+
+
+def test_published_dflash2_config_is_read() -> None:
+    config = read_dflash2()
+    assert (config.architecture, config.block_size) == ("DFlash2DraftModel", 8)
+    assert (config.selector_rank, config.selector_top_k) == (256, 16)
+    assert (config.conv_kernel_size, config.conv_group_size) == (2, 16)
+    assert (config.output_multiplier, config.final_logit_softcapping) == (1.0, None)
+    check_target(config, **FITTING)
+    plain = read()
+    assert (plain.selector_rank, plain.selector_top_k) == (0, 0)
+    assert (plain.conv_kernel_size, plain.conv_group_size) == (0, 0)
+
+
+def test_either_part_of_dflash2_may_be_absent() -> None:
+    without = {"conv_kernel_size": 0, "conv_group_size": None}
+    assert read_dflash2(dflash_config=without).conv_kernel_size == 0
+    convolved = read(dflash_config={"conv_kernel_size": 2, "conv_group_size": 16})
+    assert (convolved.conv_kernel_size, convolved.selector_rank) == (2, 0)
+
+
+def test_the_candidates_logits_may_be_scaled_and_capped() -> None:
+    scaled = read_dflash2(dflash_config={"output_multiplier": 0.2, "final_logit_softcapping": 30})
+    assert (scaled.output_multiplier, scaled.final_logit_softcapping) == (0.2, 30.0)
+    assert (
+        read_dflash2(dflash_config={"final_logit_softcapping": 0}).final_logit_softcapping is None
+    )
+    named = read_dflash2(architectures=["MiniMaxDFlash2DraftModel"], final_logit_softcapping=5.0)
+    assert (named.architecture, named.final_logit_softcapping) == ("MiniMaxDFlash2DraftModel", 5.0)
+
+
+@pytest.mark.parametrize(
+    ("nested", "changes", "words"),
+    [
+        ({"selector_top_k": ...}, {}, "selector_rank is 256 and selector_top_k 0: one needs"),
+        ({"selector_rank": 0}, {}, "selector_rank is 0 and selector_top_k 16: one needs"),
+        ({"conv_group_size": ...}, {}, "conv_kernel_size is 2 and conv_group_size 0: one needs"),
+        ({"conv_kernel_size": ...}, {}, "conv_kernel_size is 0 and conv_group_size 16: one needs"),
+        ({"conv_group_size": 48}, {}, "conv_group_size 48 does not divide hidden_size 4096"),
+        ({"selector_rank": ..., "selector_top_k": ...}, {}, "selector_rank is missing"),
+        ({}, {"vocab_size": ...}, "vocab_size is missing"),
+        ({"selector_top_k": 151937}, {}, "selector_top_k 151937 is beyond vocab_size"),
+        ({"selector_rank": -1}, {}, "selector_rank is -1, expected a whole number from 0"),
+        ({"conv_kernel_size": 1.5}, {}, "conv_kernel_size is 1.5, expected a whole number"),
+        ({"output_multiplier": 0}, {}, "output_multiplier is 0, expected a number above 0"),
+        ({"final_logit_softcapping": -1.0}, {}, "final_logit_softcapping is -1.0, expected"),
+        ({"selector_top_k": 8}, {"selector_top_k": 16}, "selector_top_k is 16 but 8 in dflash_con"),
+    ],
+)  # fmt: skip
+def test_contradictory_dflash2_config_is_refused_by_key(
+    nested: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        read_dflash2(dflash_config=nested, **changes)
 
 
 def test_default_layer_ids_are_evenly_spread() -> None:
@@ -165,18 +234,15 @@ def test_windows_and_causality_follow_the_layer_types(
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"architectures": ["DFlash2DraftModel"]}, "DFlash2DraftModel: has a candidate selector"),
         ({"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna"),
         ({"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorr"),
         ({"architectures": ["Qwen3DSparkModel"]}, "DSpark"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "Qwen3ForCausalLM: is not DFlashDraftModel"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "CausalLM: is none of .*, DFlash2DraftModel"),
         ({"architectures": ...}, r"architectures \[\]"),
         ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
         ({"projector_type": "domino"}, "Domino"),
-        ({"dflash_config": {"selector_rank": 256, "selector_top_k": 16}}, "selector"),
-        ({"dflash_config": {"conv_kernel_size": 2, "conv_group_size": 16}}, "convolutions"),
         ({"dflash_config": {"output_multiplier": 0.2}}, "output_multiplier 0.2"),
-        ({"dflash_config": {"final_logit_softcapping": 20.0}}, "soft-capped"),
+        ({"final_logit_softcapping": 20.0}, "final_logit_softcapping 20.0: .*soft-capped"),
         ({"dflash_config": {"attention_sink_bias": True}}, "attention sinks"),
         ({"dflash_config": {"attention_value_scale": 0.612}}, "values of the attention"),
         ({"dflash_config": {"shift_label": True}}, "shifted labels"),
@@ -207,7 +273,7 @@ def test_what_is_not_plain_is_named(changes: dict[str, Any], words: str) -> None
     assert reason is not None
     assert "\n" not in reason
     assert re.search(words, reason)
-    with pytest.raises(UnsupportedCheckpoint, match="not a plain DFlashDraftModel draft"):
+    with pytest.raises(UnsupportedCheckpoint, match="not a plain DFlash or DFlash2 draft"):
         read(**changes)
 
 
@@ -215,8 +281,10 @@ def test_keys_that_are_switched_off_do_not_matter() -> None:
     off = {
         "projector_type": None,
         "selector_rank": 0,
+        "selector_top_k": None,
         "conv_kernel_size": 0,
         "output_multiplier": 1.0,
+        "final_logit_softcapping": 0.0,
         "attention_sink_bias": False,
         "attention_value_scale": 1.0,
         "shift_label": False,
@@ -365,7 +433,10 @@ JSON_VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-KEYS = st.sampled_from([*PUBLISHED, "rope_parameters", "is_causal", "is_neox_style", "mask_token"])
+KEYS = st.sampled_from(
+    [*PUBLISHED, *DFLASH2, "rope_parameters", "is_causal", "is_neox_style", "mask_token",
+     "output_multiplier", "final_logit_softcapping"]
+)  # fmt: skip
 
 
 @settings(max_examples=400, deadline=None, derandomize=True)
@@ -381,4 +452,6 @@ def test_any_json_is_read_or_refused(top: dict[str, Any], nested: dict[str, Any]
         return
     assert len(draft.causal) == draft.num_layers
     assert draft.rotary_dim <= draft.head_dim
+    assert bool(draft.selector_rank) == bool(draft.selector_top_k)
+    assert bool(draft.conv_kernel_size) == bool(draft.conv_group_size)
     assert draft.target_layer_ids

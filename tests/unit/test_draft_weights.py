@@ -73,6 +73,27 @@ def test_biases_are_expected_where_the_config_has_them() -> None:
     assert added["layers.0.self_attn.o_proj.bias"] == (4096,)
 
 
+def test_dflash2_adds_its_selector_and_two_convolutions_a_layer() -> None:
+    sizes = {"selector_rank": 256, "selector_top_k": 16}
+    sizes |= {"conv_kernel_size": 2, "conv_group_size": 16, "vocab_size": 151936}
+    expected = expected_weights(read(architectures=["DFlash2DraftModel"], **sizes))
+    added = {name: expected[name] for name in set(expected) - set(expected_weights(read()))}
+    assert len(added) == 5 * 2 * 2 + 3
+    for conv in ("layers.0.attention_conv", "layers.4.mlp_conv"):
+        assert added[f"{conv}.base_kernel"] == (2, 2, 4096)
+        assert added[f"{conv}.kernel_projection.weight"] == (2 * 2 * 256, 4096)
+    assert added["candidate_selector.predecessor_codebook"] == (151936, 256)
+    assert added["candidate_selector.successor_codebook"] == (151936, 256)
+    assert added["candidate_selector.hidden_projection.weight"] == (256, 4096)
+
+
+def test_parts_of_dflash2_that_the_config_does_not_name_are_refused() -> None:
+    config = read()
+    found = expected_weights(config) | {"candidate_selector.successor_codebook": (151936, 256)}
+    with pytest.raises(UnsupportedCheckpoint, match=r"unexpected: candidate_selector\.successor"):
+        check_weights(found, config, "draft-folder")
+
+
 def test_prefix_and_rotary_tables_are_accepted() -> None:
     config = read()
     found = {f"model.{name}": shape for name, shape in expected_weights(config).items()}

@@ -53,7 +53,12 @@ def windowed(windowed_pair: Pair) -> Loaded:
     return loaded(windowed_pair)
 
 
-@pytest.fixture(params=["llama", "qwen3", "windowed"])
+@pytest.fixture(scope="module")
+def dflash2(dflash2_pair: Pair) -> Loaded:
+    return loaded(dflash2_pair)
+
+
+@pytest.fixture(params=["llama", "qwen3", "windowed", "dflash2"])
 def any_pair(request: pytest.FixtureRequest) -> Loaded:
     return request.getfixturevalue(request.param)
 
@@ -106,7 +111,7 @@ def test_greedy_text_is_the_targets_own(
 
 @pytest.mark.parametrize(
     ("name", "greedy", "sampled"),
-    [("llama", 1.8, 1.2), ("qwen3", 2.1, 1.3), ("windowed", 1.8, 1.2)],
+    [("llama", 1.8, 1.2), ("qwen3", 2.1, 1.3), ("windowed", 1.8, 1.2), ("dflash2", 3.0, 2.0)],
 )
 def test_acceptance_is_middling_and_has_a_floor(
     name: str, greedy: float, sampled: float, request: pytest.FixtureRequest
@@ -192,16 +197,20 @@ def test_stop_tokens_default_to_the_targets_own(
         assert list(longer.tokens) == text
 
 
-def test_low_temperature_is_greedy_and_a_seed_repeats(llama: Loaded) -> None:
+@pytest.mark.parametrize("name", ["llama", "dflash2"])
+def test_low_temperature_is_greedy_and_a_seed_repeats(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    pair: Loaded = request.getfixturevalue(name)
     ids = prompt(16, seed=5)
 
     def sample(temperature: float, seed: int) -> tuple[int, ...]:
         generator = torch.Generator().manual_seed(seed)
         return spec_generate(
-            llama.draft, llama.target, ids, 32, temperature, generator=generator
+            pair.draft, pair.target, ids, 32, temperature, generator=generator
         ).tokens
 
-    assert list(sample(1e-3, 0)) == plain(llama.target, ids, 32)
+    assert list(sample(1e-3, 0)) == plain(pair.target, ids, 32)
     assert sample(1.0, 7) == sample(1.0, 7)
     assert sample(1.0, 7) != sample(1.0, 8)
 
@@ -230,6 +239,31 @@ def test_checkpoint_may_have_a_prefix_and_another_type(llama: Loaded, tmp_path: 
     del weights["fc.weight"]
     save_file(weights, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedCheckpoint, match=r"missing: fc\.weight"):
+        load_draft(tmp_path)
+
+
+def test_the_selector_raises_acceptance(dflash2: Loaded) -> None:
+    draft = load_draft(dflash2.pair.draft)
+    assert draft.candidate_selector is not None
+    draft.candidate_selector.successor_codebook.zero_()
+    without = dflash2._replace(draft=draft)
+    assert tau(dflash2) > 1.1 * tau(without)
+    assert tau(dflash2, 1.0) > 1.1 * tau(without, 1.0)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["candidate_selector.successor_codebook", "candidate_selector.hidden_projection.weight",
+     "layers.1.mlp_conv.base_kernel"],
+)  # fmt: skip
+def test_missing_part_of_dflash2_is_refused_by_name(
+    dflash2: Loaded, tmp_path: Path, name: str
+) -> None:
+    weights = load_file(dflash2.pair.draft / "model.safetensors")
+    (tmp_path / "config.json").write_text((dflash2.pair.draft / "config.json").read_text())
+    del weights[name]
+    save_file(weights, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpoint, match=f"missing: {name}".replace(".", r"\.")):
         load_draft(tmp_path)
 
 

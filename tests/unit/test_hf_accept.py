@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from laws import chi_squared_p_value
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from sglang_dflash.draft.config import DraftConfig
-from sglang_dflash.hf import HFDraft, accept, spec_generate
+from sglang_dflash.hf import HFDraft, accept, generate, spec_generate
+from sglang_dflash.hf.select import walk
 
 Residual = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 VOCAB, NUM_PROPOSALS = 3, 3
@@ -125,9 +127,17 @@ def test_greedy_commits_up_to_the_first_difference(
     assert accept.accept_greedy(torch.tensor(proposals), logits) == committed
 
 
-@pytest.fixture(scope="module")
-def small_pair() -> tuple[HFDraft, LlamaForCausalLM]:
-    """A target over five tokens and an untrained draft that disagrees with it."""
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "selector_rank": 4,
+    "selector_top_k": 3,
+    "conv_kernel_size": 2,
+    "conv_group_size": 8,
+}
+
+
+def small_pair(kind: str) -> tuple[HFDraft, LlamaForCausalLM]:
+    """Return a target over five tokens and an untrained draft that disagrees with it."""
     sizes = {
         "vocab_size": 5, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8,
         "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -138,24 +148,41 @@ def small_pair() -> tuple[HFDraft, LlamaForCausalLM]:
         config = DraftConfig.from_dict(
             sizes
             | {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 1, "block_size": 3}
-            | {"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0]}},
+            | {"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0]}}
+            | (DFLASH2 if kind == "dflash2" else {}),
             source="test",
         )
         draft = HFDraft(config).eval()
         for weight in [*target.parameters(), *draft.parameters()]:
             if weight.dim() == 2:
                 torch.nn.init.normal_(weight, 0, 1.5 * weight.shape[1] ** -0.5)
+        if draft.candidate_selector is not None:  # far from the rows' own logits
+            draft.candidate_selector.predecessor_codebook.data *= 4
     return draft, target
 
 
-@pytest.mark.parametrize("rule", ["right", "mutant"])
+def walk_that_forgets_the_path(
+    draft: HFDraft, hidden: torch.Tensor, logits: torch.Tensor, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw a path, but say that each row was drawn by its own logits."""
+    proposals, _ = walk(draft, hidden, logits, *others)
+    return proposals, logits.softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    [("plain", "right"), ("plain", "wrong residual"),
+     ("dflash2", "right"), ("dflash2", "wrong residual"), ("dflash2", "wrong law")],
+)  # fmt: skip
 def test_sampled_text_follows_the_target(
-    small_pair: tuple[HFDraft, LlamaForCausalLM], rule: str, monkeypatch: pytest.MonkeyPatch
+    kind: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The joint law of the first three new tokens, 125 outcomes; the mutant shows the power."""
-    if rule == "mutant":
+    """The joint law of the first three new tokens, 125 outcomes; the mutants show the power."""
+    if rule == "wrong residual":
         monkeypatch.setattr(accept, "residual", MUTANTS["the target itself"])
-    draft, target = small_pair
+    if rule == "wrong law":
+        monkeypatch.setattr(generate, "walk", walk_that_forgets_the_path)
+    draft, target = small_pair(kind)
     prompt = torch.tensor([[0, 3, 1]])
     generator = torch.Generator().manual_seed(1)
     counts = torch.zeros(5, 5, 5, dtype=torch.int64)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, Qwen3Model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.config import DraftConfig, expected_weights
 from sglang_dflash.hf import HFDraft
 from sglang_dflash.hf.rope import rope_frequencies
 
@@ -25,6 +25,8 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "vocab_size": 50,
 }
+CONV = {"conv_kernel_size": 3, "conv_group_size": 4}
+SELECTOR = {"architectures": ["DFlash2DraftModel"], "selector_rank": 6, "selector_top_k": 5}
 SLIDING = {
     "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
     "sliding_window": 6,
@@ -65,6 +67,49 @@ def turned(x: torch.Tensor, position: int, config: DraftConfig) -> torch.Tensor:
     return out
 
 
+def by_conv(
+    draft: HFDraft, conv: str, side: int, rows: list[torch.Tensor], source: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return a block's rows convolved channel by channel, the kernels made of `source`'s rows.
+
+    Args:
+        draft: Float64; without convolutions the rows come back as they are.
+        conv: Name of the convolution.
+        side: 0 before the sublayer, 1 after it.
+        rows: B of [H].
+        source: B of [H], what went into the first side.
+    """
+    c, weights, out = draft.config, dict(draft.named_parameters()), []
+    if not c.conv_kernel_size:
+        return rows
+    num_groups = c.hidden_size // c.conv_group_size
+    for i, x in enumerate(source):
+        moving = weights[f"{conv}.kernel_projection.weight"] @ x
+        row = torch.zeros_like(x)
+        for tap in range(min(c.conv_kernel_size, i + 1)):
+            for channel in range(c.hidden_size):
+                group = channel // c.conv_group_size
+                kernel = weights[f"{conv}.base_kernel"][side, tap, channel]
+                kernel = kernel + moving[(side * c.conv_kernel_size + tap) * num_groups + group]
+                row[channel] += kernel * rows[i - tap][channel]
+        out.append(row)
+    return out
+
+
+def mlp_by_loops(draft: HFDraft, layer: int, rows: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what a layer's MLP adds to the rows of a block."""
+    weights = dict(draft.named_parameters())
+    scale = weights[f"layers.{layer}.post_attention_layernorm.weight"]
+    mlp, conv = f"layers.{layer}.mlp", f"layers.{layer}.mlp_conv"
+    inside = [normed(x, scale, draft.config.rms_norm_eps) for x in rows]
+    outs = []
+    for x in by_conv(draft, conv, 0, inside, inside):
+        gate = weights[f"{mlp}.gate_proj.weight"] @ x
+        wide = gate * gate.sigmoid() * (weights[f"{mlp}.up_proj.weight"] @ x)
+        outs.append(weights[f"{mlp}.down_proj.weight"] @ wide)
+    return by_conv(draft, conv, 1, outs, inside)
+
+
 def by_loops(draft: HFDraft, features: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
     """Return the block's hidden states, token by token and head by head.
 
@@ -92,10 +137,13 @@ def by_loops(draft: HFDraft, features: torch.Tensor, embeddings: torch.Tensor) -
 
     for layer in range(c.num_layers):
         before = weights[f"layers.{layer}.input_layernorm.weight"]
-        inside = [normed(x, before, c.rms_norm_eps) for x in rows]
+        conv = f"layers.{layer}.attention_conv"
+        source = [normed(x, before, c.rms_norm_eps) for x in rows]
+        inside = by_conv(draft, conv, 0, source, source)
         seen = [*context, *inside]
         keys = [head(layer, "k_proj", x, position) for position, x in enumerate(seen)]
         values = [project(layer, "v_proj", x) for x in seen]
+        outs = []
         for i, x in enumerate(inside):
             position = len(context) + i
             visible = [
@@ -109,14 +157,11 @@ def by_loops(draft: HFDraft, features: torch.Tensor, embeddings: torch.Tensor) -
                 scores = torch.stack([query @ keys[j][kv] for j in visible]) / math.sqrt(size)
                 parts = zip(scores.softmax(0), visible, strict=True)
                 mixed.append(sum(w * values[j][kv] for w, j in parts))
-            rows[i] = rows[i] + torch.cat(project(layer, "o_proj", torch.cat(mixed)))
-        after = weights[f"layers.{layer}.post_attention_layernorm.weight"]
-        mlp = f"layers.{layer}.mlp"
-        for i, x in enumerate(rows):
-            row = normed(x, after, c.rms_norm_eps)
-            gate = weights[f"{mlp}.gate_proj.weight"] @ row
-            wide = gate * gate.sigmoid() * (weights[f"{mlp}.up_proj.weight"] @ row)
-            rows[i] = rows[i] + weights[f"{mlp}.down_proj.weight"] @ wide
+            outs.append(torch.cat(project(layer, "o_proj", torch.cat(mixed))))
+        outs = by_conv(draft, conv, 1, outs, source)
+        rows = [x + out for x, out in zip(rows, outs, strict=True)]
+        outs = mlp_by_loops(draft, layer, rows)
+        rows = [x + out for x, out in zip(rows, outs, strict=True)]
     return torch.stack([normed(x, weights["norm.weight"], c.rms_norm_eps) for x in rows])
 
 
@@ -130,6 +175,8 @@ def by_loops(draft: HFDraft, features: torch.Tensor, embeddings: torch.Tensor) -
         {"is_causal": True},
         SLIDING,
         SLIDING | {"is_causal": False},
+        CONV,
+        CONV | SLIDING,
     ],
 )
 @pytest.mark.parametrize("context_tokens", [1, 11])
@@ -145,8 +192,9 @@ def test_block_is_computed_as_the_loops_say(changes: dict[str, Any], context_tok
     torch.testing.assert_close(draft(block, positions, context)[0], expected, rtol=0, atol=2e-5)
 
 
-def test_context_may_come_in_pieces_and_in_batches() -> None:
-    draft = random_draft(config_of(**SLIDING))
+@pytest.mark.parametrize("kind", [SLIDING, SLIDING | CONV])
+def test_context_may_come_in_pieces_and_in_batches(kind: dict[str, Any]) -> None:
+    draft = random_draft(config_of(**kind))
     generator = torch.Generator().manual_seed(2)
     features = torch.randn(3, 9, 48, generator=generator, dtype=torch.float64)
     block = torch.randn(3, 4, 24, generator=generator, dtype=torch.float64)
@@ -159,6 +207,29 @@ def test_context_may_come_in_pieces_and_in_batches() -> None:
     torch.testing.assert_close(draft(block, positions, pieces), whole)
     alone = draft.inject(features[1:2], torch.arange(9))
     torch.testing.assert_close(draft(block[1:2], positions, alone), whole[1:2])
+
+
+@pytest.mark.parametrize("parts", [{}, CONV, SELECTOR, CONV | SELECTOR])
+def test_parameters_are_the_checkpoints(parts: dict[str, Any]) -> None:
+    config = config_of(**parts)
+    draft = HFDraft(config)
+    found = {name: tuple(tensor.shape) for name, tensor in draft.state_dict().items()}
+    assert found == expected_weights(config)
+    assert (draft.candidate_selector is None) == ("selector_rank" not in parts)
+    for layer in draft.layers:
+        assert (layer.attention_conv is None) == ("conv_kernel_size" not in parts)
+        assert (layer.mlp_conv is None) == ("conv_kernel_size" not in parts)
+
+
+def test_new_convolutions_leave_a_plain_draft_as_it_is() -> None:
+    plain = random_draft(config_of())
+    draft = HFDraft(config_of(**CONV, **SELECTOR)).double().requires_grad_(False)
+    assert draft.load_state_dict(plain.state_dict(), strict=False).unexpected_keys == []
+    generator = torch.Generator().manual_seed(4)
+    context = plain.inject(torch.randn(2, 6, 48, generator=generator).double(), torch.arange(6))
+    block = torch.randn(2, 4, 24, generator=generator, dtype=torch.float64)
+    positions = torch.arange(6, 10)
+    assert torch.equal(draft(block, positions, context), plain(block, positions, context))
 
 
 def test_causal_block_without_context_is_a_qwen3() -> None:
