@@ -164,7 +164,7 @@ def _first_draft(config: dict[str, Any], target: PreTrainedModel, settings: Sett
     from sglang_dflash.training.initial import continued_draft, new_draft
 
     if settings.draft.init_from_draft is not None:
-        return continued_draft(config, settings.draft.init_from_draft)
+        return continued_draft(config, settings.draft.init_from_draft, seed=settings.train.seed)
     return new_draft(
         config,
         target,

@@ -27,9 +27,11 @@ __all__ = ["continued_draft", "draft_config_json", "new_draft", "pick_mask_token
 _LEAST_STD = 0.02
 # What may change between a draft and one that goes on from it: no weight depends on it.
 _FREE_OF_THE_START = frozenset(
-    {"source", "architecture", "block_size", "dtype", "mask_token", "vocab_size"}
-    | {"max_position_embeddings", "num_target_layers"}
+    {"source", "architecture", "block_size", "dtype", "mask_token"}
+    | {"max_position_embeddings", "num_target_layers", "selector_top_k"}
 )
+# What a draft may get that goes on from one without.
+_ADDED = frozenset({"selector_rank", "conv_kernel_size", "conv_group_size"})
 
 
 def draft_config_json(
@@ -48,7 +50,7 @@ def draft_config_json(
     if mask_token_id is None:
         mask_token_id = pick_mask_token(tokenizer, vocab_size)
     config = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlash2DraftModel" if settings.selector_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": settings.num_layers,
         "vocab_size": vocab_size,
@@ -60,6 +62,7 @@ def draft_config_json(
         "dflash_config": {
             "mask_token_id": mask_token_id,
             "target_layer_ids": list(_layer_ids(settings, num_layers)),
+            **_dflash2(settings),
         },
         "dtype": str(target.dtype).removeprefix("torch."),
         **_target_sizes(stated, settings),
@@ -108,9 +111,10 @@ def new_draft(
     """Return a float32 draft with its first weights.
 
     Matrices are small noise, smaller where they write to the residual stream, so that the draft
-    starts close to saying what the anchor's embedding says. With `from_target_layers` the layers
-    are evenly spread ones of the target as far as shapes agree, and the fused feature starts as
-    the mean of the captured ones.
+    starts close to saying what the anchor's embedding says. DFlash2's parts begin without effect:
+    convolutions that pass their input on, a selector whose scores are 0. With
+    `from_target_layers` the layers are evenly spread ones of the target as far as shapes agree,
+    and the fused feature starts as the mean of the captured ones.
 
     Args:
         config: From `draft_config_json`.
@@ -118,46 +122,69 @@ def new_draft(
         seed: Of the noise.
         from_target_layers: Whether to take them.
     """
-    draft = BlockDraft(DraftConfig.from_dict(config, source="the new draft"))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, weight in draft.named_parameters():
-            if weight.dim() == 1:
-                continue  # norms start at 1
-            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
-            scale = (2 * draft.config.num_layers) ** -0.5 if writes else 1.0
-            std = max(_LEAST_STD, 0.5 * weight.shape[1] ** -0.5)
-            weight.normal_(0, std * scale, generator=generator)
-        if from_target_layers:
+    draft = _noise_draft(config, seed)
+    if from_target_layers:
+        with torch.no_grad():
             _take_target_layers(draft, target)
     return draft
 
 
-def continued_draft(config: dict[str, Any], folder: str) -> BlockDraft:
+def continued_draft(config: dict[str, Any], folder: str, *, seed: int) -> BlockDraft:
     """Return a float32 draft that has the weights of an earlier one.
 
     Args:
-        config: From `draft_config_json`; its block size may be another.
+        config: From `draft_config_json`; its block size may be another, and it may add DFlash2's
+            parts.
         folder: Of the earlier draft, or its Hub id.
+        seed: Of the parts that are new.
 
     Raises:
         SettingsError: the earlier draft reads other features or has another shape.
-        UnsupportedCheckpoint: the folder holds no plain DFlash draft.
+        UnsupportedCheckpoint: the folder holds no DFlash draft.
     """
     earlier = load_draft(draft_folder(folder, weights=True), torch.float32)
-    draft = BlockDraft(DraftConfig.from_dict(config, source="the new draft"))
+    draft = _noise_draft(config, seed)
     own, found = (dataclasses.asdict(each.config) for each in (draft, earlier))
     differing = [
         f"{name} ({found[name]!r}, now {own[name]!r})"
         for name in own
-        if name not in _FREE_OF_THE_START and found[name] != own[name]
+        if found[name] != own[name] and not _may_change(name, found)
     ]
     if differing:
         raise SettingsError(
             f"draft.init_from_draft: {folder} has another {', '.join(differing)}: state its values "
             "in the section draft of the config"
         )
-    draft.load_state_dict(earlier.state_dict())
+    draft.load_state_dict(draft.state_dict() | earlier.state_dict())
+    return draft
+
+
+def _may_change(name: str, found: dict[str, Any]) -> bool:
+    """Whether a draft with another value may go on from one with these."""
+    if name == "vocab_size":  # codebooks have a row for each token
+        return not found["selector_rank"]
+    return name in _FREE_OF_THE_START or (name in _ADDED and not found[name])
+
+
+def _noise_draft(config: dict[str, Any], seed: int) -> BlockDraft:
+    """Return a float32 draft of noise, DFlash2's parts without effect."""
+    draft = BlockDraft(DraftConfig.from_dict(config, source="the new draft"))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, weight in draft.named_parameters():
+            if weight.dim() == 1 or name.endswith((".base_kernel", ".successor_codebook")):
+                continue  # norms start at 1, kernels at the identity, scores at 0
+            if name.endswith(".kernel_projection.weight"):
+                weight.zero_()
+                continue
+            if name.endswith(".predecessor_codebook"):
+                # A token that training never meets before another keeps what all began with.
+                weight.fill_(1.0)
+                continue
+            writes = name.endswith(("o_proj.weight", "down_proj.weight"))
+            scale = (2 * draft.config.num_layers) ** -0.5 if writes else 1.0
+            std = max(_LEAST_STD, 0.5 * weight.shape[1] ** -0.5)
+            weight.normal_(0, std * scale, generator=generator)
     return draft
 
 
@@ -207,6 +234,13 @@ def _target_sizes(stated: dict[str, Any], settings: DraftSettings) -> dict[str, 
         "max_position_embeddings": stated["max_position_embeddings"],
         **({"rope_scaling": rope.scaling} if rope.scaling is not None else {}),
     }
+
+
+def _dflash2(settings: DraftSettings) -> dict[str, Any]:
+    """Return the keys of DFlash2's parts that are asked for."""
+    selector = ("selector_rank", "selector_top_k") if settings.selector_rank else ()
+    conv = ("conv_kernel_size", "conv_group_size") if settings.conv_kernel_size else ()
+    return {name: getattr(settings, name) for name in (*selector, *conv)}
 
 
 def _windows(settings: DraftSettings) -> dict[str, Any]:

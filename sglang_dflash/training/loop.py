@@ -73,7 +73,7 @@ class Trainer:
         self._loss = BlockLoss(
             self._draft, embedding.to(rank.device), self._head, train, vocabulary
         )
-        self._optimizer = Optimizers(self._draft.parameters(), train)
+        self._optimizer = Optimizers(self._draft.named_parameters(), train)
         self._order = Order(corpus, train.texts_per_batch, train.seed)
         self._measured = corpus.split(held_out=True)[: train.eval_texts]
 

@@ -34,7 +34,7 @@ class RowLosses(NamedTuple):
     Attributes:
         losses: [M] float32 (float64 for such a head), cross-entropies; they alone have a gradient.
         log_probs: [M], of the same type, of the text's token.
-        best: [M] int64, the most likely token.
+        best: [M, k] int64, the k most likely tokens, rows of the head.
     """
 
     losses: torch.Tensor
@@ -47,6 +47,9 @@ def label_cross_entropy(
     head: torch.Tensor,
     labels: RowLabels,
     bias: torch.Tensor | None = None,
+    *,
+    num_best: int = 1,
+    best_below: int | None = None,
 ) -> RowLosses:
     """Return the rows' cross-entropies, and what their weights and hits are made from.
 
@@ -58,8 +61,11 @@ def label_cross_entropy(
         head: [V, H] float, the output head's weight; its type is that of the products.
         labels: What the rows should say; tokens and ids are rows of the head.
         bias: [V] float, added to the logits, or None.
+        num_best: k, of the most likely tokens returned.
+        best_below: They are of the head's first rows up to here; None takes all.
     """
-    return RowLosses(*_LabelCrossEntropy.apply(hidden, head, labels, bias))
+    asked = (num_best, len(head) if best_below is None else best_below)
+    return RowLosses(*_LabelCrossEntropy.apply(hidden, head, labels, bias, asked))
 
 
 class _LabelCrossEntropy(torch.autograd.Function):
@@ -72,17 +78,18 @@ class _LabelCrossEntropy(torch.autograd.Function):
         head: torch.Tensor,
         labels: RowLabels,
         bias: torch.Tensor | None,
+        asked: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.float64 if head.dtype == torch.float64 else torch.float32
         losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
         log_probs = torch.empty_like(losses)
-        best = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+        best = torch.empty(len(hidden), asked[0], dtype=torch.int64, device=hidden.device)
         gradient = torch.empty(hidden.shape, dtype=wide, device=hidden.device)
         rows = max(32, _PIECE_LOGITS[hidden.device.type] // len(head))
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
             own = RowLabels(labels.tokens[part], labels.ids[part], labels.probs[part].to(wide))
-            found, gradient[part] = _piece(hidden[part].to(head.dtype), head, own, bias)
+            found, gradient[part] = _piece(hidden[part].to(head.dtype), head, own, bias, asked)
             losses[part], log_probs[part], best[part] = found
         ctx.save_for_backward(gradient.to(hidden.dtype))
         ctx.mark_non_differentiable(log_probs, best)
@@ -92,19 +99,27 @@ class _LabelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
         (gradient,) = ctx.saved_tensors
         # A row's weight is not rounded to a narrow type of the hidden states.
-        return (gradient * grad[:, None]).to(gradient.dtype), None, None, None
+        return (gradient * grad[:, None]).to(gradient.dtype), None, None, None, None
 
 
 def _piece(
-    hidden: torch.Tensor, head: torch.Tensor, labels: RowLabels, bias: torch.Tensor | None
+    hidden: torch.Tensor,
+    head: torch.Tensor,
+    labels: RowLabels,
+    bias: torch.Tensor | None,
+    asked: tuple[int, int],
 ) -> tuple[RowLosses, torch.Tensor]:
     """Return what m rows say, and the gradients of their losses by the hidden states [m, H]."""
     logits = hidden @ head.T if bias is None else torch.addmm(bias, hidden, head.T)  # [m, V]
     wide = labels.probs.dtype
-    highest, best = logits.max(dim=-1)
+    highest, likeliest = logits.max(dim=-1)
+    num_best, below = asked
+    best = likeliest[:, None]
+    if (num_best, below) != (1, len(head)):
+        best = logits[:, :below].topk(num_best, dim=-1).indices
     soft = torch.softmax(logits, dim=-1, dtype=wide)
     # The best token's probability is at least 1/V, so that its logarithm is safe.
-    log_total = highest.to(wide) - soft.gather(1, best[:, None])[:, 0].log()
+    log_total = highest.to(wide) - soft.gather(1, likeliest[:, None])[:, 0].log()
     log_probs = logits.gather(1, labels.ids).to(wide) - log_total[:, None]
     own = logits.gather(1, labels.tokens[:, None])[:, 0].to(wide) - log_total
     # p less the label, before rounding: where a label is nearly certain, a narrow p has lost it.

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_dflash.draft.path import proposer_of
+from sglang_dflash.draft.proposer import VocabularyHead
 from sglang_dflash.training.anchors import block_labels, every_anchor
 from sglang_dflash.training.batches import collate
 
@@ -102,15 +104,17 @@ def _hits(
     loss: BlockLoss, head: torch.Tensor, text: Text, block_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return right proposals and labelled rows, [A, B-1] bool each, at all anchors of a text."""
+    vocabulary = VocabularyHead(lambda rows: rows.to(head.dtype) @ head.T, len(head))
+    proposer = proposer_of(loss.draft.candidate_selector, vocabulary, loss.draft.config)
     hits, knowns = [], []
     for anchors in every_anchor(text.start, len(text.tokens)).split(_ANCHORS_AT_ONCE):
         batch = collate([text], anchors[None], block_size).to(head.device)
-        hidden = loss.hidden_states(batch)[0, :, 1:]  # [A, B-1, H]
+        hidden = loss.hidden_states(batch)[0]  # [A, B, H]
         places, known = block_labels(batch.anchors, batch.lengths, block_size)
         tokens = batch.tokens[0][places[0]]
-        best = torch.cat(
-            [(rows.to(head.dtype) @ head.T).max(dim=-1).indices for rows in hidden.split(8)]
-        )
+        own = batch.tokens[0][batch.anchors[0]]  # [A]
+        parts = zip(hidden.split(8), own.split(8), anchors[:, None].split(8), strict=True)
+        best = torch.cat([proposer.propose(x, a, None, at).tokens for x, a, at in parts])
         hits.append(((best == tokens) & known[0]).cpu())
         knowns.append(known[0].cpu())
     return torch.cat(hits), torch.cat(knowns)

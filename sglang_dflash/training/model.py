@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from sglang_dflash.draft.grouped_conv import convolved
 from sglang_dflash.hf.draft import HFDraft
 from sglang_dflash.hf.rope import rotate
 from sglang_dflash.training.anchors import visible_rows
@@ -66,14 +68,17 @@ class BlockDraft(HFDraft):
         groups = self._groups(anchors, features.shape[1], block_size)
         x = embeddings.flatten(1, 2)
         for i, layer in enumerate(self._decoder_layers()):
-            x = x + _attend(
+            attend = partial(
+                _attend,
                 layer.self_attn,
-                layer.input_layernorm(x),
-                (tables[0], tables[1]),
-                (context.keys[i], context.values[i]),
-                groups,
+                tables=(tables[0], tables[1]),
+                context=(context.keys[i], context.values[i]),
+                groups=groups,
             )
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            rows = layer.input_layernorm(x)
+            x = x + convolved(rows, attend, layer.attention_conv, block_size)
+            rows = layer.post_attention_layernorm(x)
+            x = x + convolved(rows, layer.mlp, layer.mlp_conv, block_size)
         return self.norm(x).unflatten(1, (num_blocks, block_size))
 
     def _groups(self, anchors: torch.Tensor, context_len: int, block_size: int) -> list[_Group]:

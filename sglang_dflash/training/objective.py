@@ -12,6 +12,7 @@ from torch import nn
 from sglang_dflash.training.anchors import block_labels
 from sglang_dflash.training.loss import RowLabels, RowLosses, label_cross_entropy
 from sglang_dflash.training.row_weights import decay_weights, dpace_weights
+from sglang_dflash.training.selection import selector_cross_entropy
 
 if TYPE_CHECKING:
     from sglang_dflash.training.batches import Batch
@@ -68,7 +69,9 @@ class BlockLoss(nn.Module):
         self._embedding = embedding.detach()
         self._head = head.detach().to(dtype)
         self._places: torch.Tensor | None = None
+        self._tokens = torch.arange(len(head), device=head.device)  # of each of the head's rows
         if vocabulary is not None:
+            self._tokens = vocabulary
             self._places = torch.full((len(head),), -1, dtype=torch.int64, device=head.device)
             self._places[vocabulary] = torch.arange(len(vocabulary), device=head.device)
             self._unseen_head = self._head[self._places < 0]
@@ -83,14 +86,47 @@ class BlockLoss(nn.Module):
         labels = self._labels(batch, text, places[text, block, row], tokens)
         head, bias = self._head_and_bias(batch.uniforms)
         rows_hidden = hidden[text, block, row + 1]  # [M, H]
-        found = label_cross_entropy(rows_hidden, head, labels, bias)
-        hits = (found.best == labels.tokens).to(torch.int64)
+        if self.draft.candidate_selector is None:
+            found = label_cross_entropy(rows_hidden, head, labels, bias)
+        else:
+            before = batch.tokens[text, places[text, block, row] - 1]
+            found = self._selected(rows_hidden, before, head, labels, bias)
+        hits = (found.best[:, 0] == labels.tokens).to(torch.int64)
         rows = batch.block_size - 1
         return BlockResult(
             self._weighted(found, known, where),
             torch.bincount(row, weights=hits.double(), minlength=rows).to(torch.int64),
             torch.bincount(row, minlength=rows),
         )
+
+    def _selected(
+        self,
+        hidden: torch.Tensor,
+        predecessors: torch.Tensor,
+        head: torch.Tensor,
+        labels: RowLabels,
+        bias: torch.Tensor | None,
+    ) -> RowLosses:
+        """Return the losses of rows with a candidate selector: their own and its.
+
+        Args:
+            hidden: [M, H].
+            predecessors: [M] int64, the text's tokens before the rows'.
+            head: [V', H], seen tokens first.
+            labels: What the rows should say.
+            bias: [V'] or None, added to the logits.
+        """
+        config, selector = self.draft.config, self.draft.candidate_selector
+        assert selector is not None, "a plain draft has none"
+        seen = len(self._head)
+        own = label_cross_entropy(
+            hidden, head, labels, bias, num_best=min(config.selector_top_k, seen), best_below=seen
+        )
+        with torch.autocast(hidden.device.type, torch.bfloat16, enabled=self._autocast):
+            parts = (self._head, self._tokens)
+            chosen = selector_cross_entropy(selector, hidden, predecessors, own.best, parts, labels)
+        losses = own.losses + self._settings.selector_weight * chosen.losses
+        return chosen._replace(losses=losses)
 
     def hidden_states(self, batch: Batch) -> torch.Tensor:
         """Return the draft's final hidden states of a batch's blocks, [n, A, B, H]."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What moves the weights: AdamW for all, or Muon for the matrices and AdamW for the norms."""
+"""What moves the weights: AdamW for all, or Muon for the matrices and AdamW for the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable
 
     from torch import nn
 
@@ -24,17 +24,22 @@ class Optimizers:
     scaled to the size of AdamW's updates (Moonlight, arXiv 2502.16982, section 2.2), both take the
     same learning rate.
 
+    A table of tokens' vectors is no matrix in this sense: few of its rows move in a step.
+
     Args:
-        parameters: the draft's, float.
+        parameters: the draft's with their names, float.
         settings: `optimizer`, `learning_rate` and `weight_decay`.
     """
 
-    def __init__(self, parameters: Iterator[nn.Parameter], settings: LoopSettings) -> None:
-        own = list(parameters)
+    def __init__(
+        self, parameters: Iterable[tuple[str, nn.Parameter]], settings: LoopSettings
+    ) -> None:
         rate = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
-        is_muon = settings.optimizer == "muon"
-        matrices = [p for p in own if is_muon and p.dim() == 2]
-        others = [p for p in own if not (is_muon and p.dim() == 2)]
+        matrices, others = [], []
+        for name, parameter in parameters:
+            is_matrix = parameter.dim() == 2 and not name.endswith("_codebook")
+            moved = matrices if settings.optimizer == "muon" and is_matrix else others
+            moved.append(parameter)
         self._all: list[torch.optim.Optimizer] = []
         if matrices:
             self._all.append(torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **rate))

@@ -30,8 +30,13 @@ class DraftSettings:
         mask_token_id: Token that stands for "not known yet"; None picks a reserved one.
         sliding_window: Window of `sliding_layers` in tokens, or None for full attention.
         sliding_layers: Draft layers that have the window.
+        selector_rank: Width of DFlash2's candidate selector; 0 has none.
+        selector_top_k: Candidates of a row that it chooses from.
+        conv_kernel_size: Taps of DFlash2's convolutions around every sublayer; 0 has none.
+        conv_group_size: Channels that share a kernel's moving part.
         init_from_target_layers: Start from evenly spread target layers, not from noise.
-        init_from_draft: Folder of a draft of this shape to go on from, block size apart.
+        init_from_draft: Folder of a draft of this shape to go on from, block size and the parts of
+            DFlash2 apart: those that it lacks begin without effect.
     """
 
     num_layers: int = 5
@@ -42,6 +47,10 @@ class DraftSettings:
     mask_token_id: int | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] = ()
+    selector_rank: int = 0
+    selector_top_k: int = 16
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
     init_from_target_layers: bool = False
     init_from_draft: str | None = None
 
@@ -52,6 +61,12 @@ class DraftSettings:
         )
         _require(1 <= self.num_layers <= 64, "draft.num_layers", self.num_layers, "1 to 64")
         _require(2 <= self.block_size <= 64, "draft.block_size", self.block_size, "2 to 64")
+        for name, least in (("selector_rank", 0), ("conv_kernel_size", 0), ("selector_top_k", 1)):
+            value = getattr(self, name)
+            _require(value >= least, f"draft.{name}", value, f"{least} or more")
+        _require(
+            self.conv_group_size >= 1, "draft.conv_group_size", self.conv_group_size, "1 or more"
+        )
         if self.sliding_layers or self.sliding_window is not None:
             valid = bool(self.sliding_layers) and (self.sliding_window or 0) >= self.block_size
             _require(
@@ -133,6 +148,7 @@ class LoopSettings:
             those that follow from the draft's own confidence in the rows of the block.
         position_decay: g of the weights exp(-(k-1)/g); None takes 7 / 5 / 4 at B = 16 / 10 / 8.
         dpace_alpha: How far `dpace` moves a confidence towards 1; at 1 the weights are linear.
+        selector_weight: Of the candidate selector's loss beside the rows' own.
         soft_share: Share of the target's stored distribution in the labels, the rest is its token.
         softmax_vocabulary: `full`, or `seen` for the tokens that occur in the texts and a sample
             of the others that stands for all of them: a fraction of the head's cost.
@@ -158,6 +174,7 @@ class LoopSettings:
     position_weights: Literal["decay", "dpace"] = "decay"
     position_decay: float | None = None
     dpace_alpha: float = 0.5
+    selector_weight: float = 1.0
     soft_share: float = 0.0
     softmax_vocabulary: Literal["full", "seen"] = "full"
     unseen_samples: int = 1024
@@ -173,7 +190,7 @@ class LoopSettings:
         counts = "steps texts_per_batch anchors_per_text accumulate unseen_samples checkpoint_every"
         for name in [*counts.split(), "eval_every", "eval_texts"]:
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
-        for name in ("learning_rate", "clip_norm"):
+        for name in ("learning_rate", "clip_norm", "selector_weight"):
             _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
         for name in ("warmup_share", "soft_share", "short_block_share"):
             _require(0 <= getattr(self, name) <= 1, f"train.{name}", getattr(self, name), "0 to 1")

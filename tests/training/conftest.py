@@ -16,7 +16,13 @@ sys.path.append(str(Path(__file__).parents[1] / "engine"))  # for `engines`
 from drafts import train
 
 _SETTINGS = """
-draft: {num_layers: 2, block_size: 8, target_layer_ids: [0, 1, 2]}
+draft:
+  num_layers: 2
+  block_size: 8
+  target_layer_ids: [0, 1, 2]
+  selector_rank: 8
+  selector_top_k: 8
+  conv_kernel_size: 2
 data:
   prompts: ["auto:160"]
   auto_starts: ["a", "B", "7", "+", "x", "Q", "#", "e"]

@@ -13,7 +13,15 @@ from sglang_dflash.training.captured import Text
 from sglang_dflash.training.model import BlockDraft
 from sglang_dflash.training.shards import Corpus, TextInfo, shard_path, write_shard
 
-__all__ = ["HIDDEN", "NUM_FEATURES", "VOCAB", "config_of", "made_up_corpus", "random_draft"]
+__all__ = [
+    "DFLASH2",
+    "HIDDEN",
+    "NUM_FEATURES",
+    "VOCAB",
+    "config_of",
+    "made_up_corpus",
+    "random_draft",
+]
 
 HIDDEN, NUM_FEATURES, VOCAB = 24, 2, 50
 _CONFIG = {
@@ -32,6 +40,12 @@ _CONFIG = {
     "dtype": "float32",
     "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
 }
+# Of a draft with convolutions and a selector.
+DFLASH2 = {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": _CONFIG["dflash_config"]
+    | {"selector_rank": 6, "selector_top_k": 5, "conv_kernel_size": 3, "conv_group_size": 8},
+}
 
 
 def config_of(**changes: Any) -> dict[str, Any]:
@@ -46,7 +60,7 @@ def random_draft(config: dict[str, Any], seed: int = 0) -> BlockDraft:
     with torch.no_grad():
         for parameter in draft.parameters():
             parameter.normal_(0, 1, generator=generator)
-            parameter.mul_(parameter.shape[-1] ** -0.5 if parameter.dim() == 2 else 1.0)
+            parameter.mul_(parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0)
     return draft
 
 

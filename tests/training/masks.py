@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from corpora import HIDDEN, NUM_FEATURES
+from corpora import DFLASH2, HIDDEN, NUM_FEATURES
 
 from sglang_dflash.training.anchors import visible_rows
 
@@ -29,6 +29,7 @@ CONFIGS = {
     "sliding": _SLIDING,
     "sliding, bidirectional": _SLIDING | {"is_causal": False},
     "interleaved rope": {"rope_is_neox_style": False},
+    "DFlash2": DFLASH2,
 }
 
 

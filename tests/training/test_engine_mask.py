@@ -128,6 +128,7 @@ class EngineDraft:
         owner, position = _spans(starts, starts + BLOCK)
         batch = SimpleNamespace(
             forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(starts),
             req_pool_indices=requests,
             seq_lens=starts,
             out_cache_loc=table[requests[owner], position].long(),

@@ -93,13 +93,43 @@ def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_
         "intermediate_size": earlier.config.intermediate_size,
     }
     config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
-    draft = continued_draft(config, str(qwen3_pair.draft))
+    draft = continued_draft(config, str(qwen3_pair.draft), seed=0)
     for name, weight in earlier.state_dict().items():
         assert torch.equal(draft.state_dict()[name], weight), name
     shape["num_layers"] += 1
     config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
     with pytest.raises(SettingsError, match="another num_layers"):
-        continued_draft(config, str(qwen3_pair.draft))
+        continued_draft(config, str(qwen3_pair.draft), seed=0)
+
+
+def test_parts_of_dflash2_begin_without_effect(
+    target: Any, tokenizer: Any, qwen3_pair: Pair
+) -> None:
+    plain = load_draft(qwen3_pair.draft)
+    settings = DraftSettings(
+        num_layers=plain.config.num_layers,
+        target_layer_ids=plain.config.target_layer_ids,
+        intermediate_size=plain.config.intermediate_size,
+        block_size=8,
+        selector_rank=4,
+        selector_top_k=7,
+        conv_kernel_size=2,
+        conv_group_size=16,
+    )
+    config = draft_config_json(target, tokenizer, settings)
+    assert config["architectures"] == ["DFlash2DraftModel"]
+    draft = continued_draft(config, str(qwen3_pair.draft), seed=0)
+    context = torch.randn(1, 5, plain.fc.in_features)
+    embeddings, positions = torch.randn(1, 8, 64), torch.arange(5, 13)
+    with torch.no_grad():
+        states = [
+            each(embeddings, positions, each.inject(context, torch.arange(5)))
+            for each in (plain, draft)
+        ]
+        assert torch.equal(*states)
+        assert draft.candidate_selector is not None
+        ids = torch.arange(5).expand(8, -1)
+        assert not draft.candidate_selector.pair_scores(states[1][0], ids, ids).any()
 
 
 def test_a_draft_that_goes_on_still_knows_the_earlier_ones_tokens(tmp_path: Path) -> None:

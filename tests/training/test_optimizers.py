@@ -13,11 +13,14 @@ from sglang_dflash.training.settings import LoopSettings
 RATE = 1e-2
 
 
-def moves_of(optimizer: str, shapes: list[tuple[int, ...]]) -> list[torch.Tensor]:
+def moves_of(
+    optimizer: str, shapes: list[tuple[int, ...]], names: list[str] | None = None
+) -> list[torch.Tensor]:
     """Return how far one step on random gradients moves each parameter."""
     generator = torch.Generator().manual_seed(0)
     parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
-    found = Optimizers(iter(parameters), LoopSettings(optimizer=optimizer, learning_rate=RATE))
+    named = zip(names or ["weight"] * len(shapes), parameters, strict=True)
+    found = Optimizers(named, LoopSettings(optimizer=optimizer, learning_rate=RATE))
     found.zero_grad()
     for each in parameters:
         each.grad = torch.randn(each.shape, generator=generator)
@@ -40,6 +43,13 @@ def test_muon_moves_matrices_along_all_directions_alike(shape: tuple[int, int]) 
     assert strengths.min() > 0.5
     assert strengths.max() < 1.4
     torch.testing.assert_close(norm.abs(), torch.full_like(norm, RATE))
+
+
+def test_a_table_of_tokens_is_no_matrix() -> None:
+    names = ["candidate_selector.predecessor_codebook", "candidate_selector.hidden_projection"]
+    table, matrix = moves_of("muon", [(16, 16), (16, 16)], names)
+    torch.testing.assert_close(table.abs(), torch.full_like(table, RATE))
+    assert torch.linalg.svdvals(matrix).min() > 0.5 * RATE * 0.2 * 16**0.5
 
 
 def test_a_model_of_norms_alone_needs_no_muon() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from corpora import HIDDEN, VOCAB, config_of, made_up_corpus, random_draft
+from corpora import DFLASH2, HIDDEN, VOCAB, config_of, made_up_corpus, random_draft
 from safetensors.torch import load_file
 
 import sglang_dflash
@@ -26,8 +26,10 @@ from sglang_dflash.training.settings import DraftSettings, LoopSettings, Setting
 STEPS, KILLED_AT = 14, 9  # a state every 4 steps: 8 is what is left
 
 
-def trainer_of(folder: Path, *, rank: Rank | None = None, **changes: Any) -> Trainer:
-    """Return a trainer of the tiny draft on made-up texts."""
+def trainer_of(
+    folder: Path, *, rank: Rank | None = None, parts: dict[str, Any] | None = None, **changes: Any
+) -> Trainer:
+    """Return a trainer of the tiny draft, with more parts if they are named, on made-up texts."""
     options: dict[str, Any] = {
         "steps": STEPS,
         "texts_per_batch": 3,
@@ -44,7 +46,7 @@ def trainer_of(folder: Path, *, rank: Rank | None = None, **changes: Any) -> Tra
     generator = torch.Generator().manual_seed(3)
     embedding = torch.randn((VOCAB, HIDDEN), generator=generator)
     head = torch.randn((VOCAB, HIDDEN), generator=generator)
-    config = config_of()
+    config = config_of(**(parts or {}))
     rank = rank or Rank(0, 1, torch.device("cpu"))
     corpus = made_up_corpus(folder / "texts")
     return Trainer(random_draft(config), embedding, head, corpus, settings, config, rank)
@@ -69,14 +71,20 @@ def assert_same_weights(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights", "optimizer"),
-    [("bfloat16", "dpace", "adamw"), ("float32", "decay", "adamw"), ("float32", "decay", "muon")],
+    ("dtype", "weights", "optimizer", "parts"),
+    [
+        ("bfloat16", "dpace", "adamw", {}),
+        ("float32", "decay", "adamw", {}),
+        ("float32", "decay", "muon", {}),
+        ("bfloat16", "dpace", "muon", DFLASH2),
+    ],
 )
 def test_a_killed_run_resumes_to_the_same_weights(
-    dtype: str, weights: str, optimizer: str, tmp_path: Path
+    dtype: str, weights: str, optimizer: str, parts: dict[str, Any], tmp_path: Path
 ) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    options = {"dtype": dtype, "position_weights": weights, "optimizer": optimizer}
+    options: dict[str, Any] = {"dtype": dtype, "position_weights": weights, "optimizer": optimizer}
+    options["parts"] = parts
     expected = trainer_of(whole, **options).run(whole, whole, quiet=True)
     code = f"""
         import os, signal, sys

@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from corpora import HIDDEN, VOCAB, config_of, made_up_corpus, random_draft
+from corpora import DFLASH2, HIDDEN, VOCAB, config_of, made_up_corpus, random_draft
 
 import sglang_dflash.training.loss
 from sglang_dflash.training.batches import Order, draw_batch
 from sglang_dflash.training.loss import RowLabels, label_cross_entropy
+from sglang_dflash.training.model import BlockDraft
 from sglang_dflash.training.objective import BlockLoss
 from sglang_dflash.training.settings import LoopSettings
+
+SELECTOR_WEIGHT = 0.4
 
 
 def rows(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, RowLabels, torch.Tensor]:
@@ -52,9 +55,15 @@ def test_losses_and_gradients_are_those_of_torch(
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-10, atol=1e-14)
     of_text = logits.log_softmax(-1)[torch.arange(70), labels.tokens].detach()
     torch.testing.assert_close(found.log_probs, of_text, rtol=1e-12, atol=0)
-    assert torch.equal(found.best, logits.argmax(-1))
+    assert torch.equal(found.best[:, 0], logits.argmax(-1))
     assert found.losses.requires_grad
     assert not found.log_probs.requires_grad
+
+
+def test_the_likeliest_tokens_are_those_asked_for() -> None:
+    hidden, head, labels, _ = rows()
+    found = label_cross_entropy(hidden, head, labels, num_best=4, best_below=20)
+    assert torch.equal(found.best, (hidden @ head[:20].T).topk(4).indices)
 
 
 def test_a_token_twice_in_a_label_counts_twice() -> None:
@@ -85,11 +94,36 @@ def test_narrow_products_keep_the_gradient_of_nearly_certain_rows() -> None:
     assert float(gradient[0, 0]) == pytest.approx(certain - 1, rel=1e-2)
 
 
+class Text(NamedTuple):
+    """The text's token that a row should say, and the one before it."""
+
+    before: int
+    token: int
+
+
 class Row(NamedTuple):
     """A row with a label, float64 scalars: its cross-entropy, and the text's log-probability."""
 
     loss: torch.Tensor
     log_prob: torch.Tensor
+
+
+def chosen_by_loops(
+    draft: BlockDraft, hidden: torch.Tensor, logits: torch.Tensor, law: torch.Tensor, text: Text
+) -> Row:
+    """Return what the selector says of one row, [H] hidden and [V] logits, with a law [V]."""
+    candidates = logits.topk(draft.config.selector_top_k).indices.tolist()
+    is_candidate = text.token in candidates
+    if not is_candidate:
+        candidates[-1] = text.token
+    ids = torch.tensor(candidates)
+    selector = draft.candidate_selector
+    assert selector is not None
+    gate = selector.predecessor_codebook[text.before] * selector.hidden_projection(hidden)
+    log_probs = (logits[ids] + selector.successor_codebook[ids] @ gate).log_softmax(-1)
+    loss = -(law[ids] / law[ids].sum() * log_probs).sum()
+    own = log_probs[candidates.index(text.token)]
+    return Row(loss, own if is_candidate else own - torch.inf)
 
 
 def blocks_by_loops(module: BlockLoss, batch: Any, head: torch.Tensor, share: float) -> list:
@@ -102,13 +136,20 @@ def blocks_by_loops(module: BlockLoss, batch: Any, head: torch.Tensor, share: fl
             for k in range(1, batch.block_size):
                 if anchor < 0 or anchor + k >= batch.lengths[text]:
                     continue
-                log_probs = torch.log_softmax(hidden[text, block, k] @ head.T, dim=-1)
-                token = int(batch.tokens[text, anchor + k])
+                logits = hidden[text, block, k] @ head.T
+                place = Text(*batch.tokens[text, anchor + k - 1 : anchor + k + 1].tolist())
                 said = batch.law_logprobs[text, anchor + k - 1].double().softmax(-1)
-                loss = -(1 - share) * log_probs[token]
-                for number, prob in zip(batch.law_ids[text, anchor + k - 1], said, strict=True):
-                    loss = loss - share * prob * log_probs[number]
-                own.append(Row(loss, log_probs[token]))
+                law = torch.zeros(VOCAB, dtype=torch.float64)
+                law[place.token] = 1 - share
+                law.index_add_(0, batch.law_ids[text, anchor + k - 1].long(), share * said)
+                log_probs = torch.log_softmax(logits, dim=-1)
+                row = Row(-(law * log_probs).sum(), log_probs[place.token])
+                if module.draft.candidate_selector is not None:
+                    chosen = chosen_by_loops(
+                        module.draft, hidden[text, block, k], logits, law, place
+                    )
+                    row = chosen._replace(loss=row.loss + SELECTOR_WEIGHT * chosen.loss)
+                own.append(row)
             if own:
                 blocks.append(own)
     return blocks
@@ -129,10 +170,11 @@ def dpace_by_loops(blocks: list[list[Row]], alpha: float) -> torch.Tensor:
     return total / len(blocks)
 
 
+@pytest.mark.parametrize("changes", [{}, DFLASH2], ids=["DFlash", "DFlash2"])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("weights", ["decay", "dpace"])
 def test_loss_and_gradient_are_those_of_a_plain_formula(
-    weights: str, share: float, tmp_path: Path
+    weights: str, share: float, changes: dict[str, Any], tmp_path: Path
 ) -> None:
     """Row k learns the token k after the anchor, and weighs what it should."""
     corpus = made_up_corpus(tmp_path)
@@ -143,12 +185,13 @@ def test_loss_and_gradient_are_those_of_a_plain_formula(
         soft_share=share,
         position_weights=weights,  # type: ignore[arg-type]
         dpace_alpha=0.3,
+        selector_weight=SELECTOR_WEIGHT,
     )
     batch = draw_batch(corpus, Order(corpus, 3, 0), 1, 4, settings)
     generator = torch.Generator().manual_seed(0)
     shape = (VOCAB, HIDDEN)
     embedding, head = torch.randn((2, *shape), generator=generator, dtype=torch.float64)
-    module = BlockLoss(random_draft(config_of()).double(), embedding, head, settings)
+    module = BlockLoss(random_draft(config_of(**changes)).double(), embedding, head, settings)
     result = module(batch)
     blocks = blocks_by_loops(module, batch, head, share)
     assert {len(own) for own in blocks} == {1, 2, 3}, "some blocks are cut"

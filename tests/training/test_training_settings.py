@@ -39,6 +39,8 @@ def test_settings_survive_their_own_file() -> None:
         ({"train": {"steps": 0}}, "train.steps is 0"),
         ({"train": {"short_block_share": 0.5}}, "train.short_block_share is 0.5"),
         ({"draft": {"block_size": 1}}, "draft.block_size is 1"),
+        ({"draft": {"selector_rank": -1}}, "draft.selector_rank is -1, expected 0 or more"),
+        ({"draft": {"conv_group_size": 0}}, "draft.conv_group_size is 0, expected 1 or more"),
         ({"draft": {"sliding_layers": [0]}}, "draft.sliding_window"),
         ({"data": {"held_out_share": 0.0}}, "data.held_out_share is 0.0"),
         ({"data": 3}, "data: expected keys"),
