@@ -224,7 +224,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: version(name) for name in packages},
-        "command": sys.argv,
+        "command": ["python", "-m", "bench.compare", *sys.argv[1:]],
     }
 
 
