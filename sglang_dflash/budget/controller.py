@@ -30,6 +30,9 @@ LEARN_FROM = 8  # request-steps learnt from together: an update takes as long fo
 # step teaches nothing but its own price.
 _FRESH, _FRESH_WHILE_PLAIN = 4, 16
 _PLAIN_PAUSE = 32  # steps between two that time plain decoding while drafting, at least
+# How far plain decoding may be behind and still be timed as often as may be: beyond, its price
+# would have to be that much too high to matter, and is looked at in proportion more rarely.
+_NEAR_PLAIN = 0.25
 
 
 class Step(NamedTuple):
@@ -151,7 +154,8 @@ class BudgetController:
     `Pacing.exploration` of the time (1 %), those that pay for themselves follow one another. After
     a turn the pauses grow by doubling, a handful of looks more: a turn made in error is soon
     undone. What is not decoded plainly is not timed plainly: while drafting, plain steps come in
-    between, for as much of the time, so that a price believed too high heals too.
+    between, for as much of the time where the two are near and for less where they are not, so
+    that a price believed too high heals too.
 
     Args:
         cost: measured times; must know both parts of a step before `start`.
@@ -331,8 +335,9 @@ class BudgetController:
         """Return whether this step measures plain decoding, whose price drafting rests on."""
         if self._plain_is_barred:
             return False
-        usual = self._usual_seconds(drafting=True)
-        self._plain_purse.save(usual)
+        ahead = self._advantage() - 1
+        doubt = min(1.0, _NEAR_PLAIN / ahead) if ahead > 0 else 1.0
+        self._plain_purse.save(doubt * self._usual_seconds(drafting=True))
         price = max(self._prices.plain - self._prices.n / self._prices.best.best_rate, 0.0)
         pause = min(self._pacing.shortest_pause << min(self._plain_checks, 16), _PLAIN_PAUSE)
         if self._since_plain < pause or not self._plain_purse.affords(price):

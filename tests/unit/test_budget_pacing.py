@@ -156,6 +156,19 @@ def test_while_drafting_it_sometimes_times_plain_decoding() -> None:
     assert 0 < plain * lost <= 0.0105 * 4 / rate * len(taken) * usual
 
 
+def test_the_further_plain_decoding_is_behind_the_less_is_spent_on_timing_it() -> None:
+    spent = []
+    for chance in (0.5, 0.9):
+        budget = controller(per_row=1e-5)
+        run(budget, 1, chance, 500)
+        taken = run(budget, 1, chance, 3000)
+        lost = 10e-3 - (13e-3 / (chance ** np.arange(BLOCK)).sum())
+        seconds = sum(10e-3 if kind == "plain" else 13e-3 for kind, _ in taken)
+        spent.append(sum(kind == "plain" for kind, _ in taken) * lost / seconds)
+    near, far = spent  # 1.5 and 4.4 times as fast
+    assert 0 < far < 0.25 * near < 0.0025
+
+
 def test_a_price_of_plain_decoding_that_is_too_high_heals() -> None:
     cost = CostModel(32, BLOCK)
     for point in sweep_points(32, BLOCK):  # something else ran while one request a row was swept
