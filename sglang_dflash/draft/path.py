@@ -6,10 +6,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-from sglang_dflash.draft.proposer import Proposal, RowProposer, Sampling, VocabularyHead, cut_law
+from sglang_dflash.draft.proposer import (
+    Proposal,
+    RowProposer,
+    Sampling,
+    VocabularyHead,
+    candidate_noise,
+    cut_law,
+)
 from sglang_dflash.draft.selector import CandidateSelector, Lattice, follow
-from sglang_dflash.noise import gumbel
 from sglang_dflash.verify.accept import DraftProbs
 
 if TYPE_CHECKING:
@@ -136,23 +143,12 @@ def _drawn_path(
 def _noise(
     tokens: torch.Tensor, order: torch.Tensor, sampling: Sampling, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return [n, S, 1 or K, K] Gumbel noise, by predecessor and rank.
-
-    Seeded requests get that of the target's own draw at that place (see `propose_sampled`).
-    """
-    n, num_rows, num_candidates = tokens.shape
+    """Return [n, S, 1 or K, K], the noise of each draw by predecessor and rank."""
+    noise = candidate_noise(tokens, sampling, positions).unsqueeze(2)
     if sampling.seeds is None:
-        shape = n, num_rows, 1, num_candidates
-        fresh = torch.empty(shape, dtype=torch.float32, device=tokens.device)
-        return -fresh.exponential_().log_()
-    # The token of mask row j is drawn by the target at row j - 1.
-    places = positions[:, :-1].flatten()
-    seeds = sampling.seeds.repeat_interleave(num_rows)
-    ranks = torch.arange(num_candidates, device=tokens.device)
-    by_rank = sampling.by_rank[:, None, None]
-    columns = torch.where(by_rank, ranks, tokens)
-    noise = gumbel(seeds, places, columns.flatten(0, 1)).view(n, num_rows, 1, num_candidates)
-    places = torch.where(by_rank.unsqueeze(3), ranks, order)
+        return noise
+    ranks = torch.arange(tokens.shape[2], device=tokens.device)
+    places = torch.where(sampling.by_rank[:, None, None, None], ranks, order)
     return noise.expand_as(order).gather(3, places)
 
 
@@ -172,4 +168,4 @@ def _mean_chances(laws: _Laws) -> torch.Tensor:
 
 def _before(path: torch.Tensor) -> torch.Tensor:
     """Return [n, S, 1], the candidate that each of a path [n, S] comes after; 0 is the anchor."""
-    return torch.nn.functional.pad(path[:, :-1], (1, 0)).unsqueeze(2)
+    return F.pad(path[:, :-1], (1, 0)).unsqueeze(2)

@@ -18,6 +18,7 @@ __all__ = [
     "RowProposer",
     "Sampling",
     "VocabularyHead",
+    "candidate_noise",
     "cut_law",
     "propose_greedy",
     "propose_nothing",
@@ -236,10 +237,7 @@ def propose_sampled(
     heat = sampling.temperatures.unsqueeze(2) * (_SHARPNESS if sampling.seeds is None else 1.0)
     probs = torch.softmax(scores.float() / heat, dim=-1)
     probs = cut_law(probs, sampling)
-    if sampling.seeds is None:
-        noise = -torch.empty_like(probs).exponential_().log_()
-    else:
-        noise = _shared_noise(tokens, sampling, positions)
+    noise = candidate_noise(tokens, sampling, positions)
     best = (probs.log() + noise).argmax(-1, keepdim=True)
     proposals = tokens.gather(2, best).squeeze(2)
     confidence = None
@@ -270,10 +268,22 @@ def cut_law(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return probs / probs.sum(-1, keepdim=True)
 
 
-def _shared_noise(
+def candidate_noise(
     tokens: torch.Tensor, sampling: Sampling, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Return [n, B-1, C] float64, the noise of the target's own draw for each candidate."""
+    """Return the Gumbel noise by which each row draws one of its candidates, [n, B-1, C].
+
+    Seeded requests get that of the target's own draw at that place, float64; others fresh noise,
+    float32.
+
+    Args:
+        tokens: [n, B-1, C] int64, the candidates.
+        sampling: how each request is sampled.
+        positions: [n, B] int64, the place of each row.
+    """
+    if sampling.seeds is None:
+        fresh = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
+        return -fresh.exponential_().log_()
     _, num_proposals, width = tokens.shape
     # The token of mask row j is drawn by the target at row j - 1.
     places = positions[:, :-1].flatten()

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from laws import assert_follows
+from samplings import TOP_K_ALL, sampling
 
 from sglang_dflash.draft.path import PathProposer
 from sglang_dflash.draft.proposer import Proposal, Sampling, VocabularyHead
@@ -18,7 +19,7 @@ from sglang_dflash.draft.selector import CandidateSelector
 from sglang_dflash.hf.select import successors
 from sglang_dflash.noise import gumbel
 
-VOCAB, HIDDEN, RANK, TOP_K_ALL = 30, 12, 4, 1 << 30
+VOCAB, HIDDEN, RANK = 30, 12, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +62,6 @@ class Drafted:
         rows = self.hidden[block, row + 1]
         tokens, scores = successors(draft, rows, rows @ self.weight.T, previous)
         return dict(zip(tokens.tolist(), scores.tolist(), strict=True))
-
-
-def sampling(n: int, **changes: torch.Tensor) -> Sampling:
-    """Requests at temperature 1, nothing cut, unseeded."""
-    return Sampling(
-        temperatures=torch.ones(n, 1),
-        top_ks=torch.full((n,), TOP_K_ALL),
-        top_ps=torch.ones(n),
-    )._replace(**changes)
 
 
 def law_of(scores: dict[int, float], temperature: float = 1.0) -> dict[int, float]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import torch
 from laws import assert_follows
+from samplings import TOP_K_ALL, sampling
 
 from sglang_dflash.budget.late import most_likely_rows
 from sglang_dflash.budget.planner import Limits
 from sglang_dflash.draft.proposer import (
-    Sampling,
     VocabularyHead,
     propose_greedy,
     propose_sampled,
@@ -17,21 +17,12 @@ from sglang_dflash.draft.proposer import (
 from sglang_dflash.noise import gumbel
 from sglang_dflash.verify.accept import accept_block
 
-VOCAB, TOP_K_ALL = 40, 1 << 30
+VOCAB = 40
 
 
 def identity_head() -> VocabularyHead:
     """A head whose logits are the hidden states themselves."""
     return VocabularyHead(lambda rows: rows, VOCAB)
-
-
-def sampling(n: int, **changes: torch.Tensor) -> Sampling:
-    """Requests at temperature 1, nothing cut, unseeded."""
-    return Sampling(
-        temperatures=torch.ones(n, 1),
-        top_ks=torch.full((n,), TOP_K_ALL),
-        top_ps=torch.ones(n),
-    )._replace(**changes)
 
 
 def test_proposals_follow_the_law_they_come_with() -> None:
