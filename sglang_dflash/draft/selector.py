@@ -41,11 +41,12 @@ class Lattice(NamedTuple):
 
 
 class CandidateSelector(nn.Module):
-    """The selector's weights; every rank has all of them."""
+    """The selector's weights; every rank has all of them. The scores of a new one are 0."""
 
     def __init__(self, hidden_size: int, vocab_size: int, rank: int) -> None:
         super().__init__()
-        self.predecessor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
+        # A token that training never meets before another keeps what all began with.
+        self.predecessor_codebook = nn.Parameter(torch.ones(vocab_size, rank))
         self.successor_codebook = nn.Parameter(torch.zeros(vocab_size, rank))
         self.hidden_projection = nn.Linear(hidden_size, rank, bias=False)
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["continued_draft", "draft_config_json", "new_draft", "pick_mask_token"]
 
 _LEAST_STD = 0.02
+_MADE_NEUTRAL = ("_codebook", ".base_kernel", ".kernel_projection.weight")
 # What may change between a draft and one that goes on from it: no weight depends on it.
 _FREE_OF_THE_START = frozenset(
     {"source", "architecture", "block_size", "dtype", "mask_token"}
@@ -172,15 +173,8 @@ def _noise_draft(config: dict[str, Any], seed: int) -> BlockDraft:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in draft.named_parameters():
-            if weight.dim() == 1 or name.endswith((".base_kernel", ".successor_codebook")):
-                continue  # norms start at 1, kernels at the identity, scores at 0
-            if name.endswith(".kernel_projection.weight"):
-                weight.zero_()
-                continue
-            if name.endswith(".predecessor_codebook"):
-                # A token that training never meets before another keeps what all began with.
-                weight.fill_(1.0)
-                continue
+            if weight.dim() == 1 or name.endswith(_MADE_NEUTRAL):
+                continue  # norms start at 1, convolutions at the identity, scores at 0
             writes = name.endswith(("o_proj.weight", "down_proj.weight"))
             scale = (2 * draft.config.num_layers) ** -0.5 if writes else 1.0
             std = max(_LEAST_STD, 0.5 * weight.shape[1] ** -0.5)

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["selector_cross_entropy"]
 
-_PIECE = 2**24  # elements of the head's rows that are gathered at a time
+# Elements of the head's rows that are gathered at a time. They are gathered anew for the gradient:
+# those of all rows together would be far more than their logits.
+_PIECE = 2**24
 
 
 def selector_cross_entropy(
