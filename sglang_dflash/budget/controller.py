@@ -335,8 +335,7 @@ class BudgetController:
         """Return whether this step measures plain decoding, whose price drafting rests on."""
         if self._plain_is_barred:
             return False
-        ahead = self._advantage() - 1
-        doubt = min(1.0, _NEAR_PLAIN / ahead) if ahead > 0 else 1.0
+        doubt = _NEAR_PLAIN / max(self._advantage() - 1, _NEAR_PLAIN)
         self._plain_purse.save(doubt * self._usual_seconds(drafting=True))
         price = max(self._prices.plain - self._prices.n / self._prices.best.best_rate, 0.0)
         pause = min(self._pacing.shortest_pause << min(self._plain_checks, 16), _PLAIN_PAUSE)
