@@ -33,6 +33,7 @@ from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from bench.config import Load
+from bench.machine import shareable
 from bench.plan import answer_lengths
 from bench.prompts import encode
 from bench.random_draft import write_random_draft
@@ -224,7 +225,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "versions": {name: version(name) for name in packages},
-        "command": ["python", "-m", "bench.compare", *sys.argv[1:]],
+        "command": ["python", "-m", "bench.compare", *map(shareable, sys.argv[1:])],
     }
 
 

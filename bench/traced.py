@@ -98,6 +98,7 @@ def traced_engine(args: argparse.Namespace) -> Iterator[TracedEngine]:
             yield TracedEngine(engine, file, args.max_new_tokens)
         finally:
             engine.shutdown()
+            del os.environ["SGLANG_DFLASH_TRACE"]
 
 
 def arguments(description: str, name: str) -> argparse.ArgumentParser:
