@@ -30,6 +30,8 @@ _MADE_NEUTRAL = ("_codebook", ".base_kernel", ".kernel_projection.weight")
 _FREE_OF_THE_START = frozenset(
     {"source", "architecture", "block_size", "dtype", "mask_token"}
     | {"max_position_embeddings", "num_target_layers", "selector_top_k"}
+    # What a row sees has no weights: a trained draft loses little to a window, and learns it.
+    | {"sliding_windows", "causal"}
 )
 # What a draft may get that goes on from one without.
 _ADDED = frozenset({"selector_rank", "conv_kernel_size", "conv_group_size"})
@@ -134,8 +136,8 @@ def continued_draft(config: dict[str, Any], folder: str, *, seed: int) -> BlockD
     """Return a float32 draft that has the weights of an earlier one.
 
     Args:
-        config: From `draft_config_json`; its block size may be another, and it may add DFlash2's
-            parts.
+        config: From `draft_config_json`; block size and windows may be others, and it may add
+            DFlash2's parts.
         folder: Of the earlier draft, or its Hub id.
         seed: Of the parts that are new.
 

@@ -35,8 +35,8 @@ class DraftSettings:
         conv_kernel_size: Taps of DFlash2's convolutions around every sublayer; 0 has none.
         conv_group_size: Channels that share a kernel's moving part.
         init_from_target_layers: Start from evenly spread target layers, not from noise.
-        init_from_draft: Folder of a draft of this shape to go on from, block size and the parts of
-            DFlash2 apart: those that it lacks begin without effect.
+        init_from_draft: Folder of a draft of this shape to go on from. Block size and windows may
+            differ; parts of DFlash2 that it lacks begin without effect.
     """
 
     num_layers: int = 5

@@ -96,6 +96,12 @@ def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_
     draft = continued_draft(config, str(qwen3_pair.draft), seed=0)
     for name, weight in earlier.state_dict().items():
         assert torch.equal(draft.state_dict()[name], weight), name
+    windows = {"sliding_window": 9, "sliding_layers": (0,)}
+    config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape, **windows))
+    windowed = continued_draft(config, str(qwen3_pair.draft), seed=0)
+    assert windowed.config.sliding_windows[0] == 9
+    for name, weight in earlier.state_dict().items():
+        assert torch.equal(windowed.state_dict()[name], weight), name
     shape["num_layers"] += 1
     config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
     with pytest.raises(SettingsError, match="another num_layers"):
