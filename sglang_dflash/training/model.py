@@ -29,12 +29,12 @@ class _Group(NamedTuple):
 
     Attributes:
         rows: Their rows, of all A*B.
-        context_len: Context tokens that the last of them sees.
-        masks: Per kind of layer (causal, window) the mask, [n, 1, rows, context_len + rows] bool.
+        seen: Per kind of layer (causal, window) the context tokens that any of them sees.
+        masks: Per kind of layer the mask, [n, 1, rows, tokens seen + rows] bool.
     """
 
     rows: slice
-    context_len: int
+    seen: dict[tuple[bool, int | None], slice]
     masks: dict[tuple[bool, int | None], torch.Tensor]
 
 
@@ -91,16 +91,25 @@ class BlockDraft(HFDraft):
         groups = []
         for start in range(0, anchors.shape[1], size):
             part = anchors[:, start : start + size]
-            seen = min(context_len, max(int(part.max()), 0))
+            last = min(context_len, max(int(part.max()), 0))
+            seen = {(c, window): slice(_first_seen(part, window), last) for c, window in kinds}
             masks = {
-                (causal, window): visible_rows(
-                    part, seen, block_size, causal=causal, window=window
-                )[:, None]
-                for causal, window in kinds
+                kind: visible_rows(part, last, block_size, causal=kind[0], window=kind[1])[
+                    :, None, :, seen[kind].start :
+                ]
+                for kind in kinds
             }
             rows = slice(start * block_size, (start + part.shape[1]) * block_size)
             groups.append(_Group(rows, seen, masks))
         return groups
+
+
+def _first_seen(anchors: torch.Tensor, window: int | None) -> int:
+    """Return the first context token that a block's row sees; anchors are padded with -1."""
+    real = anchors[anchors >= 0]
+    if window is None or not len(real):
+        return 0
+    return max(int(real.min()) - window + 1, 0)
 
 
 def _attend(
@@ -125,12 +134,13 @@ def _attend(
     context_keys, context_values = (part.to(values.dtype) for part in context)
     # Norms and rotation leave float32 under autocast; the products run in the values' type.
     queries, keys = queries.to(values.dtype), keys.to(values.dtype)
+    kind = (bool(attention.causal), attention.window)
     outs = [
         F.scaled_dot_product_attention(
             queries[:, :, rows],
-            torch.cat((context_keys[:, :, :seen], keys[:, :, rows]), dim=2),
-            torch.cat((context_values[:, :, :seen], values[:, :, rows]), dim=2),
-            attn_mask=masks[bool(attention.causal), attention.window],
+            torch.cat((context_keys[:, :, seen[kind]], keys[:, :, rows]), dim=2),
+            torch.cat((context_values[:, :, seen[kind]], values[:, :, rows]), dim=2),
+            attn_mask=masks[kind],
             enable_gqa=True,
         )
         for rows, seen, masks in groups
