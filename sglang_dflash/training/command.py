@@ -59,6 +59,12 @@ def add_train_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     add("--init-from-target-layers", action="store_true", default=None, help="start from these")
     add("--init-from-draft", metavar="DRAFT", help="start from this draft, to fit it to a target")
     add("--data", type=Path, metavar="DIR", help="folder of the texts; default: OUT/training/data")
+    add(
+        "--more-texts",
+        action="append",
+        metavar="DIR",
+        help="texts that an earlier run made, learnt beside this run's; repeatable",
+    )
     add("--data-only", action="store_true", help="make the texts, and stop")
     add("--resume", action="store_true", help="go on from OUT's last state")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
@@ -100,6 +106,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
         },
         "data": {
             "prompts": tuple(arguments.prompts) if arguments.prompts else None,
+            "more_texts": tuple(arguments.more_texts) if arguments.more_texts else None,
             "seed": arguments.seed,
         },
         "train": {"steps": arguments.steps, "seed": arguments.seed},

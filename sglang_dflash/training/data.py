@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
@@ -31,8 +32,6 @@ from sglang_dflash.training.settings import DataSettings, SettingsError
 from sglang_dflash.training.shards import Corpus, TextInfo, shard_path, write_shard
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["build_corpus", "corpus_is_complete"]
@@ -62,10 +61,14 @@ def build_corpus(
         quiet: No progress bar.
 
     Raises:
-        SettingsError: prompts cannot be had, or the folder holds texts made in another way.
+        SettingsError: prompts cannot be had, or a folder holds texts made in another way.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _check_manifest(folder, settings, layer_ids, target)
+    stated = _stated(settings, layer_ids, target)
+    more = [Path(each) for each in settings.more_texts]
+    for each in more:
+        _check_more_texts(each, stated)
+    _check_manifest(folder, stated)
     jobs = _jobs(folder, target, tokenizer, settings, quiet=quiet)
     texts = "\0".join(job.prompt.text for job in jobs)
     _note(folder, "prompts_sha256", hashlib.sha256(texts.encode()).hexdigest())
@@ -80,7 +83,7 @@ def build_corpus(
                 _make_shard(path, number, part, target, keep, settings, stops)
             bar.update(len(part))
     _note(folder, "num_shards", len(shards))
-    return Corpus(folder)
+    return Corpus(folder, *more)
 
 
 def corpus_is_complete(folder: Path) -> bool:
@@ -109,16 +112,35 @@ class _Job:
     info: TextInfo
 
 
-def _check_manifest(
-    folder: Path, settings: DataSettings, layer_ids: tuple[int, ...], target: PreTrainedModel
-) -> None:
-    """Note how the texts are made, or refuse a folder whose texts were made otherwise."""
+def _stated(
+    settings: DataSettings, layer_ids: tuple[int, ...], target: PreTrainedModel
+) -> dict[str, Any]:
+    """Return what a manifest says of how texts are made."""
     weight = embedding_of(target)[:256].float().cpu().contiguous()
-    stated = {
-        **{k: list(v) if isinstance(v, tuple) else v for k, v in vars(settings).items()},
+    made = {k: v for k, v in vars(settings).items() if k != "more_texts"}
+    return {
+        **{k: list(v) if isinstance(v, tuple) else v for k, v in made.items()},
         "layer_ids": list(layer_ids),
         "target": hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16],
     }
+
+
+def _check_more_texts(folder: Path, stated: dict[str, Any]) -> None:
+    """Refuse a folder whose texts cannot stand beside those of this run."""
+    if not corpus_is_complete(folder):
+        raise SettingsError(f"data.more_texts: {folder} does not hold the whole texts of a run")
+    found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    # Features and laws are stacked; a prompt held out here must not be learnt there.
+    for key in ("target", "layer_ids", "num_laws", "held_out_share"):
+        if found.get(key) != stated[key]:
+            raise SettingsError(
+                f"data.more_texts: {folder} was made with {key} {found.get(key)!r}, and this run "
+                f"has {stated[key]!r}: leave the folder out, or set the same"
+            )
+
+
+def _check_manifest(folder: Path, stated: dict[str, Any]) -> None:
+    """Note how the texts are made, or refuse a folder whose texts were made otherwise."""
     path = folder / _MANIFEST
     # A run that failed before it made anything binds nobody.
     has_texts = shard_path(folder, 0).exists() or auto_file(folder).exists()

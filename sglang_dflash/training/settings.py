@@ -83,6 +83,7 @@ class DataSettings:
 
     Attributes:
         prompts: Sources, `FILE`, `FILE:N` or `auto:N`; `auto` lets the target make them up.
+        more_texts: Folders of texts that earlier runs made, read beside those of this run.
         auto_starts: Beginnings that the target completes to a prompt, in turn.
         max_prompt_tokens: Longer prompts are left out.
         max_new_tokens: Where an answer is cut.
@@ -99,6 +100,7 @@ class DataSettings:
     """
 
     prompts: tuple[str, ...] = ("auto:2000",)
+    more_texts: tuple[str, ...] = ()
     auto_starts: tuple[str, ...] = ("",)
     max_prompt_tokens: int = 512
     max_new_tokens: int = 512

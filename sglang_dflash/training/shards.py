@@ -63,18 +63,18 @@ def write_shard(path: Path, texts: list[Text], infos: list[TextInfo]) -> None:
 
 
 class Corpus:
-    """All texts of a folder of shards.
+    """All texts of some folders of shards.
 
     Attributes:
-        infos: One a text, in the order of the shards.
+        infos: One a text, in the order of folders and shards; `shard` counts through the folders.
     """
 
-    def __init__(self, folder: Path) -> None:
-        paths = sorted(folder.glob("texts-*.safetensors"))
+    def __init__(self, *folders: Path) -> None:
+        paths = [path for each in folders for path in sorted(each.glob("texts-*.safetensors"))]
         self._files = [safe_open(path, framework="pt") for path in paths]
         self.infos = [
-            TextInfo(*stated)
-            for file in self._files
+            TextInfo(*stated)._replace(shard=number)
+            for number, file in enumerate(self._files)
             for stated in json.loads(file.metadata()["texts"])
         ]
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -174,6 +175,46 @@ def test_changed_prompts_are_refused(target: Any, tokenizer: Any, tmp_path: Path
         file.write_text("\n".join(lines))
         with pytest.raises(SettingsError, match="other prompts") if is_refused else nullcontext():
             build_corpus(tmp_path / "texts", target, tokenizer, settings, (0, 2), quiet=True)
+
+
+def test_texts_of_earlier_runs_are_read_beside_those_of_this(
+    target: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    made = {}
+    for name, seed in ("earlier", 0), ("now", 1):
+        own = dataclasses.replace(SETTINGS, seed=seed)
+        made[name] = build_corpus(tmp_path / name, target, tokenizer, own, (0, 2), quiet=True)
+    both = dataclasses.replace(own, more_texts=(str(tmp_path / "earlier"),))
+    corpus = build_corpus(tmp_path / "now", target, tokenizer, both, (0, 2), quiet=True)
+    expected = [
+        part.read(number)
+        for part in (made["now"], made["earlier"])
+        for number in range(len(part.infos))
+    ]
+    assert len(corpus.infos) == len(expected) > len(made["now"].infos)
+    for number, text in enumerate(expected):
+        found = corpus.read(number)
+        assert torch.equal(found.tokens, text.tokens)
+        assert torch.equal(found.features, text.features)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"held_out_share": 0.4}, "made with held_out_share 0.3, and this run has 0.4"),
+        ({"num_laws": 8}, "made with num_laws 4, and this run has 8"),
+        ({"more_texts": ("gone",)}, "gone does not hold the whole texts"),
+    ],
+)
+def test_texts_that_cannot_stand_beside_others_are_refused_before_any_is_made(
+    change: dict[str, Any], message: str, target: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    build_corpus(tmp_path / "earlier", target, tokenizer, SETTINGS, (0, 2), quiet=True)
+    more = {"more_texts": (str(tmp_path / "earlier"),)} | change
+    settings = dataclasses.replace(SETTINGS, **more)
+    with pytest.raises(SettingsError, match=message):
+        build_corpus(tmp_path / "now", target, tokenizer, settings, (0, 2), quiet=True)
+    assert not list((tmp_path / "now").glob("*"))
 
 
 def test_given_responses_are_kept_and_each_prompt_is_taken_once(
