@@ -54,9 +54,13 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
     asked = {
         "--speculative-draft-window-size": settings.speculative_draft_window_size is not None,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
-        "--enable-lora": settings.enable_lora,
+        "--enable-lora": _asks_for_lora(settings),
         "--enable-strict-thinking": settings.enable_strict_thinking,
-        "--enable-dp-attention": settings.enable_dp_attention,
+        # SGLang has turned --enable-dp-attention into this by now.
+        "--attn-dp-size": settings.attn_dp_size > 1,
+        "--attn-cp-size": settings.attn_cp_size > 1,
+        "--dcp-size": settings.dcp_size > 1,
+        "--enable-prefill-cp": settings.enable_prefill_cp,
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
         "--speculative-draft-model-quantization": _asks_for_quantised_draft(settings),
         "a target with recurrent state": target.has_recurrent_state,
@@ -68,6 +72,12 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
         settings.speculative_draft_model_path, settings.speculative_draft_model_revision
     )
     return unsupported_reason(read_config(folder), folder)
+
+
+def _asks_for_lora(settings: Any) -> bool:
+    # SGLang takes adapters that are named for the flag, but after this has to be known.
+    named = bool(settings.lora_paths)
+    return named if settings.enable_lora is None else settings.enable_lora
 
 
 def _asks_for_quantised_draft(settings: Any) -> bool:

@@ -161,9 +161,23 @@ def test_sglangs_own_worker_is_refused_on_a_cpu(
         start(llama_pair, llama_pair.draft)
 
 
-def test_an_option_only_sglangs_worker_has_is_refused_by_name(llama_pair: Pair) -> None:
-    with pytest.raises(UnsupportedCheckpoint, match="--speculative-draft-window-size"):
-        start(llama_pair, llama_pair.draft, "--speculative-draft-window-size", "64")
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--speculative-draft-window-size", "64"], "--speculative-draft-window-size"),
+        (["--tp-size", "2", "--attn-dp-size", "2"], "--attn-dp-size"),
+        (["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"], "--attn-dp-size"),
+        (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size"),
+        (["--tp-size", "2", "--dcp-size", "2"], "--dcp-size"),
+        (["--enable-lora", "--max-lora-rank", "8"], "--enable-lora"),
+        (["--lora-paths", "some=adapter", "--max-lora-rank", "8"], "--enable-lora"),
+    ],
+)
+def test_an_option_only_sglangs_worker_has_is_refused_by_name(
+    llama_pair: Pair, flags: list[str], named: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=f"does not serve .*{named}.* needs CUDA"):
+        start(llama_pair, llama_pair.draft, *flags)
 
 
 @pytest.mark.parametrize(
