@@ -27,7 +27,7 @@ BENCH = [*DEMO, "matplotlib>=3.9", "pyyaml>=6"]
 setup(
     name="sglang-dflash",
     version=VERSION,
-    description="DFlash speculative decoding for SGLang: lossless, with or without a GPU",
+    description="DFlash speculative decoding for SGLang, as a plugin, on CPUs; not yet run on GPUs",
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
