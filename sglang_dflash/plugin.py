@@ -31,6 +31,13 @@ _META_INFO = (
 _RAGGED = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.supports_ragged_verify"
 _MODE = "SGLANG_RAGGED_VERIFY_MODE"
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+_REFUSE = "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort"
+_NEXT_TURN = "sglang.srt.session.session_controller.Session.create_req"
+_STREAMING_TURN = "sglang.srt.session.streaming_session.StreamingSession.try_cache_finished_req"
+_MOST_NEW_TOKENS = (
+    "sglang.srt.mem_cache.allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory"
+)
 _UPSTREAM_WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2"
 
 
@@ -90,6 +97,11 @@ def _register_hooks() -> None:
     HookRegistry.register(_META_INFO, _tell_acceptance, HookType.AROUND)
     HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
     HookRegistry.register(_PENALTIES, _penalise_in_order, HookType.AROUND)
+    HookRegistry.register(_FINISH, _end_token_by_token, HookType.AROUND)
+    HookRegistry.register(_REFUSE, _disarm, HookType.AROUND)
+    HookRegistry.register(_NEXT_TURN, _begin_turn, HookType.AROUND)
+    HookRegistry.register(_STREAMING_TURN, _keep_turn, HookType.AROUND)
+    HookRegistry.register(_MOST_NEW_TOKENS, _leave_room, HookType.AROUND)
     for update in WEIGHT_UPDATES:
         HookRegistry.register(update, _note_update, HookType.AFTER)
     for target, hook, kind in _cpu_hooks():
@@ -282,18 +294,69 @@ def _admit(original: Callable[..., str | None], req: Any, enable_overlap: bool) 
         from sglang_dflash.admission import refusal
 
         deterministic = get_exec().deterministic.enable_deterministic_inference
-        message = refusal(req, deterministic=deterministic)
-        if message is not None:
-            _disarm(req)
-        return message
+        return refusal(req, deterministic=deterministic)
     return original(req, enable_overlap)
 
 
-def _disarm(req: Any) -> None:
-    """Take from a refused request what it was refused for: SGLang yet runs it for a token."""
-    req.sampling_params = copy.copy(req.sampling_params)
-    req.sampling_params.min_p = 0.0
-    req.return_hidden_states = req.return_sampling_mask = False
+def _disarm(original: Callable[..., None], req: Any, *args: Any, **options: Any) -> None:
+    """Take from a refused request what our worker cannot do: SGLang yet runs it for a token.
+
+    Whoever refused it: SGLang may do so before it asks us.
+    """
+    original(req, *args, **options)
+    if _serves_here():
+        req.sampling_params = copy.copy(req.sampling_params)
+        req.sampling_params.min_p = 0.0
+        req.return_hidden_states = req.return_sampling_mask = False
+
+
+def _end_token_by_token(original: Callable[..., None], *args: Any, **options: Any) -> None:
+    """End a request where plain decoding would, whatever was committed behind that token."""
+    if not _serves_here():
+        return original(*args, **options)
+    from sglang_dflash.finish import end_token_by_token
+
+    return end_token_by_token(original, *args, **options)
+
+
+def _begin_turn(original: Callable[..., Any], session: Any, *args: Any, **options: Any) -> Any:
+    """Give a session's next turn what the client saw of those before."""
+    if _serves_here():
+        from sglang_dflash.finish import drop_what_follows_the_end
+
+        drop_what_follows_the_end(session)
+    return original(session, *args, **options)
+
+
+def _keep_turn(original: Callable[..., bool], *args: Any) -> bool:
+    """Keep of a streaming session's turn the K/V that was computed."""
+    if not _serves_here():
+        return original(*args)
+    from sglang_dflash.finish import keep_computed_length
+
+    return keep_computed_length(original, *args)
+
+
+def _leave_room(
+    original: Callable[..., int | None],
+    allocator: Any,
+    input_tokens: int,
+    max_new_tokens: int,
+    *,
+    token_capacity: int,
+    **options: Any,
+) -> int | None:
+    """Let a request be as long as the K/V pool holds beside the reserve of its decode steps.
+
+    SGLang knows no reserve here, and would stop a request that is alone in the pool before its end.
+    """
+    asked = (allocator, input_tokens, max_new_tokens)
+    if not _serves_here() or max_new_tokens <= 1:  # one token needs no decode step
+        return original(*asked, token_capacity=token_capacity, **options)
+    from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
+
+    room = token_capacity - get_alloc_reserve_per_decode()
+    return original(*asked, token_capacity=room, **options) or None
 
 
 def _draw_by_request(original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -361,6 +424,7 @@ def _check_hooks() -> None:
 
     targets = [_CREATE_WORKER, _ADMISSION, _RAGGED, _META_INFO, _ROW_WIDTH]
     targets += [_SEEDED_DRAW, _PENALTIES]
+    targets += [_FINISH, _REFUSE, _NEXT_TURN, _STREAMING_TURN, _MOST_NEW_TOKENS]
     targets += [hook[0] for hook in _cpu_hooks()]
     problems = check()
     problems += [

@@ -17,6 +17,7 @@ __all__ = ["BUDGET", "Target", "check_back_end", "check_start", "upstream_reason
 _RAGGED_BACK_ENDS = ("fa3", "fa4", "trtllm_mha")  # whose verify graphs take unequal widths
 _BLACKWELL = 10
 BUDGET = f"the budget (SGLANG_DFLASH_BUDGET or the file of {CONFIG_FLAG})"
+_GRAMMAR_BACKENDS = ("xgrammar", "llguidance", "none")
 _SAMPLING_BACKENDS = ("pytorch", "flashinfer", "intel_xpu")
 _DRAFT_PATH = "--speculative-draft-model-path"
 
@@ -95,8 +96,9 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         target: what the draft must fit.
 
     Raises:
-        ValueError: an option that changes what is drawn and that DFLASH does not honour, one of the
-            plugin's own that the block size forbids, or a token map of another model.
+        ValueError: an option that changes what is drawn and that DFLASH does not honour, a grammar
+            back end that cannot take tokens back, one of the plugin's own that the block size
+            forbids, or a token map of another model.
         UnsupportedCheckpoint: the path holds no draft that agrees with its own config and with the
             target, or the block size is impossible.
     """
@@ -120,6 +122,12 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
             f"--sampling-backend {settings.sampling_backend}: DFLASH knows the law that "
             f"{', '.join(_SAMPLING_BACKENDS)} draw from. Choose one of them, or serve without "
             "--speculative-algorithm."
+        )
+    if settings.grammar_backend not in (None, *_GRAMMAR_BACKENDS):
+        raise ValueError(
+            f"--grammar-backend {settings.grammar_backend}: DFLASH asks a grammar about several "
+            f"tokens at once and takes some back, which {' and '.join(_GRAMMAR_BACKENDS[:2])} can "
+            "do. Choose one of them, 'none', or serve without --speculative-algorithm."
         )
     path = settings.speculative_draft_model_path
     config = check_checkpoint(path, settings.speculative_draft_model_revision)

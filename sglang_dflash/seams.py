@@ -56,6 +56,27 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "meta_info", "recv_obj", "i"),
     ),
     Seam(_POOL + "allocation_sizing.get_req_to_token_extra_context_len", ()),
+    Seam(_SRT + "managers.schedule_batch.Req.update_finish_state", ("self", "new_accepted_len")),
+    Seam(_SRT + "managers.schedule_batch.Req.set_finish_with_abort", ("self", "error_msg")),
+    Seam(
+        _SRT + "session.session_controller.Session.create_req",
+        ("self", "req", "tokenizer", "vocab_size"),
+    ),
+    Seam(
+        _SRT + "session.streaming_session.StreamingSession.try_cache_finished_req", ("self", "req")
+    ),
+    Seam(_SRT + "session.streaming_session.StreamingSession.borrowed_slot", ("self", "req")),
+    Seam(
+        _POOL + "allocator.base.BaseTokenToKVPoolAllocator.max_new_tokens_for_memory",
+        (
+            "self",
+            "input_tokens",
+            "max_new_tokens",
+            "token_capacity",
+            "sliding_window_size",
+            "chunk_size",
+        ),
+    ),
     *map(Seam, WEIGHT_UPDATES),
     # sampling (corrections.py, verify/)
     Seam(

@@ -43,9 +43,11 @@ LONG = 90  # tokens; the chunked cases prefill 32 at a time
 CASES = [
     Case("llama, block 8", "llama_pair", 8, all_seeds=True),
     Case("llama, block 2, pages of 16, chunks of 32", "llama_pair", 2,
-         {"page_size": 16, "chunked_prefill_size": 32}, widths="random"),
+         {"page_size": 16, "chunked_prefill_size": 32, "enable_streaming_session": True},
+         widths="random"),
     Case("llama, block 3, no overlap, chunks of 32, usual arithmetic", "llama_pair", 3,
-         {"disable_overlap_schedule": True, "chunked_prefill_size": 32, **USUAL}),
+         {"disable_overlap_schedule": True, "chunked_prefill_size": 32,
+          "enable_streaming_session": True, **USUAL}),
     Case("llama, block 16, no radix cache", "llama_pair", 16, {"disable_radix_cache": True}),
     Case("llama, windowed draft, block 8, usual arithmetic", "windowed_pair", 8, USUAL),
     Case("llama, two ranks, block 8, a token map, late", "llama_pair", 8, {"tp_size": 2},
@@ -75,6 +77,7 @@ WORKLOADS = [
     "long prompts",
     "stop token inside a block",
     "stop string inside a block",
+    "stop token and stop string inside a block",
     "second turn",
     "context limit inside a block",
     "greedy options",
@@ -201,6 +204,31 @@ def test_a_prefix_hit_accepts_as_many_as_a_cold_start(served: Served) -> None:
         assert hit.meta["spec_verify_ct"] == cold.meta["spec_verify_ct"]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_sessions_next_turn_sees_what_the_client_saw(served: Served, streaming: bool) -> None:
+    """Turns that end at any place of a block, by length and by a stop token."""
+    if streaming and not served.case.options.get("enable_streaming_session"):
+        pytest.skip("streaming sessions are served where a flag asks for them")
+    first, more = served.prompt(12, 1), served.prompt(5, 400)
+    answer = served.plain["one request"][1][0]
+    ends = [{"max_new_tokens": length} for length in range(3, 9)]
+    ends += [{"stop_token_ids": [answer.tokens[place]]} for place in range(1, 7)]
+    for end in ends:
+        params = {"temperature": 0, "max_new_tokens": 40, **end}
+        session = served.engine.open_session(1000, streaming=streaming)
+        turn = served.engine.generate(
+            input_ids=first, sampling_params=params, session_params={"id": session, "rid": None}
+        )
+        here = {"id": session, "rid": None if streaming else turn["meta_info"]["id"]}
+        then = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+        found = served.engine.generate(input_ids=more, sampling_params=then, session_params=here)
+        served.engine.close_session(session)
+        alone = served.engine.generate(
+            input_ids=first + turn["output_ids"] + more, sampling_params=then
+        )
+        assert found["output_ids"] == alone["output_ids"], end
+
+
 def test_two_samples_of_a_greedy_request_are_equal(served: Served) -> None:
     expected = served.plain["one request"][1][0].tokens[:20]
     params = {"temperature": 0, "max_new_tokens": 20, "ignore_eos": True, "n": 2}
@@ -284,3 +312,6 @@ def test_requests_that_cannot_be_exact_are_refused_by_name(served: Served) -> No
         return
     with pytest.raises(ValueError, match=r"min_p=0\.1: .*top_p"):
         generate(input_ids=ids, sampling_params=params)
+    # SGLang refuses this one itself, before it asks us, and runs it for a token.
+    with pytest.raises(ValueError, match="session id nowhere does not exist"):
+        generate(input_ids=ids, sampling_params=params, session_params={"id": "nowhere"})

@@ -259,6 +259,11 @@ def test_a_watermark_is_refused(llama_pair: Pair) -> None:
         start(llama_pair, llama_pair.draft, "--enable-watermark")
 
 
+def test_a_grammar_back_end_that_takes_nothing_back_is_refused(llama_pair: Pair) -> None:
+    with pytest.raises(ValueError, match="--grammar-backend outlines: DFLASH asks"):
+        start(llama_pair, llama_pair.draft, "--grammar-backend", "outlines")
+
+
 def test_a_sampler_of_unknown_law_is_refused(llama_pair: Pair) -> None:
     # A CPU has no other sampler to choose, so what resolves the flags is asked itself.
     settings = SimpleNamespace(

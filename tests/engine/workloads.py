@@ -126,8 +126,14 @@ def dependent_workloads(
     first = prompt(12, 1)
     answer = answers[0]
     stops = [
-        (first, {"max_new_tokens": 64, "ignore_eos": True, "stop_token_ids": [answer.tokens[k]]})
-        for k in range(1, 14)
+        (first, {"max_new_tokens": 64, "stop_token_ids": [answer.tokens[k]]}) for k in range(1, 14)
+    ]
+    # A string that begins about where the token stands: either may come first, in one block.
+    either = [
+        (first, {**stop, "stop": answer.text[at : at + 2]})
+        for k, (_, stop) in enumerate(stops, start=1)
+        for at in (len(answer.text) * k // 64 + more for more in (0, 1, 3, 5))
+        if answer.text[at : at + 2].strip()
     ]
     strings = [
         (first, {"max_new_tokens": 64, "ignore_eos": True, "stop": answer.text[k : k + 3]})
@@ -138,6 +144,7 @@ def dependent_workloads(
     return [
         Workload("stop token inside a block", [stops]),
         Workload("stop string inside a block", [strings]),
+        Workload("stop token and stop string inside a block", [either[:24], either[24:]]),
         Workload(
             "second turn",
             [

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a request ends, though a step commits several tokens: what SGLang keeps of such a run.
+
+SGLang appends a run whole and asks afterwards whether it ends the request. Plain decoding asks
+after each token, and has nothing behind the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.session.session_controller import Session
+    from sglang.srt.session.streaming_session import StreamingSession
+
+__all__ = ["drop_what_follows_the_end", "end_token_by_token", "keep_computed_length"]
+
+
+def end_token_by_token(
+    original: Callable[[Req, int], None], request: Req, num_committed: int = 1
+) -> None:
+    """End a request after the first token of a run that ends it, and for that token's reason.
+
+    SGLang looks for stop strings in the whole run before it looks for stop tokens: a string behind
+    the token that ends the request would win.
+
+    Args:
+        original: `Req.update_finish_state`.
+        request: its self; the run is the end of its output, and stays there.
+        num_committed: tokens of the run.
+    """
+    if num_committed <= 1 or request.finished() or request.to_finish:
+        original(request, num_committed)
+        return
+    run = request.output_ids[-num_committed:]
+    grammar, request.grammar = request.grammar, None  # it stands behind the run's last token
+    del request.output_ids[-num_committed:]
+    for place, token in enumerate(run):
+        request.output_ids.append(token)
+        if place == num_committed - 1:
+            request.grammar = grammar
+        original(request, 1)
+        if request.finished():
+            break
+    request.grammar = grammar
+    if request.finished():
+        if request.finished_len is None:
+            request.finished_len = len(request.output_ids)
+        request.reasoning_tokens = min(request.reasoning_tokens, request.finished_len)
+        # What is cached and what has log-probabilities is counted by the run.
+        request.output_ids.extend(run[place + 1 :])
+
+
+def drop_what_follows_the_end(session: Session) -> None:
+    """Take from a session's turns the tokens behind their end, before the next turn copies them."""
+    for node in session.req_nodes.values():
+        turn = node.req
+        if turn.finished() and turn.finished_len is not None:
+            del turn.output_ids[turn.finished_len :]
+
+
+def keep_computed_length(
+    original: Callable[[StreamingSession, Req], bool], sessions: StreamingSession, request: Req
+) -> bool:
+    """Let a streaming session count as cached what was computed, not what was reserved.
+
+    SGLang counts up to the turn's last token, bounded by its slots; plain decoding has no slot for
+    that one, whose K/V is not computed. A speculative reserve has.
+
+    Args:
+        original: `StreamingSession.try_cache_finished_req`.
+        sessions: its self.
+        request: the turn that ended.
+    """
+    slot = sessions.borrowed_slot(request)
+    computed = request.kv.kv_committed_len  # without the next anchor, which no step has read yet
+    is_kept = original(sessions, request)
+    if is_kept and slot is not None:
+        slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, computed)
+    return is_kept
