@@ -146,10 +146,23 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
     if _choose_upstream(server_args, options, target) is None:
         from sglang_dflash.routing import check_start
 
+        _refuse_simulation()
         check_start(settings, options, target)
         _take_over_adaptive(server_args, settings)
         _ask_for_ragged_graphs(options, target)
     previous(server_args)
+
+
+def _refuse_simulation() -> None:
+    """Keep a benchmark from comparing a forced acceptance length with one that is real."""
+    from sglang.srt.environ import envs
+
+    length = envs.SGLANG_SIMULATE_ACC_LEN.get()
+    if length > 0:
+        raise ValueError(
+            f"SGLANG_SIMULATE_ACC_LEN={length}: sglang-dflash commits what verification accepts, "
+            "and simulates nothing. Unset it, or set SGLANG_DFLASH_WORKER=upstream."
+        )
 
 
 def _take_over_adaptive(server_args: Any, settings: Any) -> None:

@@ -19,10 +19,13 @@ from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.proposer import Proposal, Sampling
 from sglang_dflash.verify.accept import Verdict, accept_block, accept_equal, verdict
 from sglang_dflash.verify.forward import Verified
-from sglang_dflash.verify.logits import Cuts, keep_most_likely, to_probs
+from sglang_dflash.verify.logits import Cuts, keep_most_likely, rows_in_chunk, to_probs
 from sglang_dflash.verify.rows import Rows
 
 __all__ = ["Decider", "sampled_rows", "sampling_of"]
+
+# SGLang's seeded draw sorts, keeps ranks of 8 bytes, and makes noise in float64.
+_SEEDED_COPIES = 8
 
 
 def sampling_of(info: SamplingBatchInfo) -> Sampling | None:
@@ -87,10 +90,15 @@ class Decider:
         self, info: SamplingBatchInfo, rows: Rows, block: Block, logits: torch.Tensor
     ) -> torch.Tensor:
         """Return [M] int64, each row drawn with its request's seed at its own position."""
-        output = LogitsProcessorOutput(next_token_logits=logits)
-        positions = rows.take(block.positions)
-        drawn = self._sampler(output, _of_rows(info, rows), False, [], [], positions)
-        return drawn.to(torch.int64)
+        each, positions = _of_rows(info, rows), rows.take(block.positions)
+        step = rows_in_chunk(logits, copies=_SEEDED_COPIES)
+        drawn = []
+        for start in range(0, len(logits), step):
+            part = slice(start, start + step)
+            output = LogitsProcessorOutput(next_token_logits=logits[part])
+            own = _part_of(each, part)
+            drawn.append(self._sampler(output, own, False, [], [], positions[part]))
+        return torch.cat(drawn).to(torch.int64)
 
     def _verify(
         self, info: SamplingBatchInfo, rows: Rows, proposal: Proposal, logits: torch.Tensor
@@ -123,6 +131,19 @@ def _add_logprobs(batch: ScheduleBatch, verified: Verified, decided: Verdict) ->
         verified.result.logits_output,
         rows.take(decided.tokens),
         accept_index=row_of,
+    )
+
+
+def _part_of(each: SamplingBatchInfo, part: slice) -> SamplingBatchInfo:
+    """Return the options of some of M rows; what is asked of all decides the path of each."""
+    assert each.sampling_seed is not None, "seeded rows alone are independent of each other"
+    return dataclasses.replace(
+        each,
+        temperatures=each.temperatures[part],
+        top_ps=each.top_ps[part],
+        top_ks=each.top_ks[part],
+        min_ps=each.min_ps[part],
+        sampling_seed=each.sampling_seed[part],
     )
 
 

@@ -21,11 +21,13 @@ __all__ = [
     "forbid_early_stops",
     "keep_most_likely",
     "penalise",
+    "rows_in_chunk",
     "to_probs",
 ]
 
 # A chunk of rows is worked on at a time, so that no second tensor as large as the logits is made.
-_CHUNK_BYTES = 16 << 20
+_CHUNK_BYTES = 16 << 20  # what a CPU's caches hold
+_DEVICE_CHUNK_BYTES = 256 << 20  # enough that launching kernels is not what takes the time
 
 
 class Penalties(NamedTuple):
@@ -153,7 +155,7 @@ def to_probs(out: torch.Tensor, temperatures: torch.Tensor) -> None:
         out: [M, V] float32, changed in place.
         temperatures: [M, 1] float32, above 0.
     """
-    step = _rows_in_chunk(out)
+    step = rows_in_chunk(out)
     for part, heat in zip(out.split(step), temperatures.split(step), strict=True):
         part.copy_(torch.softmax(part.div_(heat), dim=-1)).nan_to_num_(nan=0.0)
         part[:, 0] += part.sum(dim=-1) == 0
@@ -172,11 +174,13 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
         choice among equal probabilities (the sort's) this shares, and `_sample_from_probs`, which
         with flashinfer and min-p cuts in turn.
     """
-    step = max(1, _rows_in_chunk(out) // 4)  # a sort has indices of 8 bytes beside its values
+    most = None if cuts.max_top_k is None or cuts.max_top_k >= out.shape[1] else cuts.max_top_k
+    # A sort of all has indices of 8 bytes beside its values.
+    step = rows_in_chunk(out, copies=4 if most is None else 1)
     limits = (values.split(step) for values in cuts[:3])
     for part, top_ks, top_ps, min_ps in zip(out.split(step), *limits, strict=True):
-        if cuts.max_top_k is not None and cuts.max_top_k < part.shape[1]:
-            values, tokens = part.topk(cuts.max_top_k, dim=-1, sorted=True)
+        if most is not None:
+            values, tokens = part.topk(most, dim=-1, sorted=True)
         else:
             values, tokens = part.sort(dim=-1, descending=True)
         cut = torch.arange(values.shape[1], device=values.device) >= top_ks.unsqueeze(1)
@@ -199,11 +203,18 @@ class _Part(NamedTuple):
 def _chunks(
     out: torch.Tensor, request: torch.Tensor, values: torch.Tensor | None = None
 ) -> Iterator[_Part]:
-    step = _rows_in_chunk(out)
+    step = rows_in_chunk(out)
     columns = (out, request, request if values is None else values)
     for parts in zip(*(column.split(step) for column in columns), strict=True):
         yield _Part(*parts)
 
 
-def _rows_in_chunk(rows: torch.Tensor) -> int:
-    return max(1, _CHUNK_BYTES // (rows.shape[-1] * rows.element_size()))
+def rows_in_chunk(rows: torch.Tensor, copies: int = 1) -> int:
+    """Return how many rows to work on at a time.
+
+    Args:
+        rows: [M, V].
+        copies: tensors as large as the chunk that the work makes.
+    """
+    size = _CHUNK_BYTES if rows.is_cpu else _DEVICE_CHUNK_BYTES
+    return max(1, size // (copies * rows.shape[-1] * rows.element_size()))

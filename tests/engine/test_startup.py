@@ -259,6 +259,14 @@ def test_a_watermark_is_refused(llama_pair: Pair) -> None:
         start(llama_pair, llama_pair.draft, "--enable-watermark")
 
 
+def test_a_simulated_acceptance_is_refused(
+    llama_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "4")
+    with pytest.raises(ValueError, match=r"SGLANG_SIMULATE_ACC_LEN=4\.0: .* simulates nothing"):
+        start(llama_pair, llama_pair.draft)
+
+
 def test_a_grammar_back_end_that_takes_nothing_back_is_refused(llama_pair: Pair) -> None:
     with pytest.raises(ValueError, match="--grammar-backend outlines: DFLASH asks"):
         start(llama_pair, llama_pair.draft, "--grammar-backend", "outlines")
