@@ -102,33 +102,7 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         UnsupportedCheckpoint: the path holds no draft that agrees with its own config and with the
             target, or the block size is impossible.
     """
-    if settings.enable_watermark:
-        raise ValueError(
-            "--enable-watermark: DFLASH verifies without SGLang's watermark, so texts would lack "
-            "it. Serve without the option, or without --speculative-algorithm."
-        )
-    if settings.speculative_adaptive and options.budget == "fixed":
-        raise ValueError(
-            "--speculative-adaptive asks for widths that follow the load, and the budget is fixed "
-            "(SGLANG_DFLASH_BUDGET or the file of --speculative-adaptive-config): leave one out"
-        )
-    if options.trace is not None and settings.dp_size > 1:
-        raise ValueError(
-            f"SGLANG_DFLASH_TRACE with --dp-size {settings.dp_size}: one file cannot hold the "
-            "steps of several schedulers. Unset it, or trace a server of one replica."
-        )
-    if settings.sampling_backend not in (None, *_SAMPLING_BACKENDS):
-        raise ValueError(
-            f"--sampling-backend {settings.sampling_backend}: DFLASH knows the law that "
-            f"{', '.join(_SAMPLING_BACKENDS)} draw from. Choose one of them, or serve without "
-            "--speculative-algorithm."
-        )
-    if settings.grammar_backend not in (None, *_GRAMMAR_BACKENDS):
-        raise ValueError(
-            f"--grammar-backend {settings.grammar_backend}: DFLASH asks a grammar about several "
-            f"tokens at once and takes some back, which {' and '.join(_GRAMMAR_BACKENDS[:2])} can "
-            "do. Choose one of them, 'none', or serve without --speculative-algorithm."
-        )
+    _refuse_options(settings, options)
     path = settings.speculative_draft_model_path
     config = check_checkpoint(path, settings.speculative_draft_model_revision)
     stated = (settings.speculative_num_draft_tokens, settings.speculative_dflash_block_size)
@@ -157,6 +131,37 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
     token_map = token_map_of(folder, settings.speculative_token_map)
     if token_map is not None:
         read_token_map(token_map, target.vocab_size)
+
+
+def _refuse_options(settings: Any, options: Options) -> None:
+    """Refuse options that DFLASH does not honour, and those that contradict each other."""
+    if settings.enable_watermark:
+        raise ValueError(
+            "--enable-watermark: DFLASH verifies without SGLang's watermark, so texts would lack "
+            "it. Serve without the option, or without --speculative-algorithm."
+        )
+    if settings.speculative_adaptive and options.budget == "fixed":
+        raise ValueError(
+            "--speculative-adaptive asks for widths that follow the load, and the budget is fixed "
+            "(SGLANG_DFLASH_BUDGET or the file of --speculative-adaptive-config): leave one out"
+        )
+    if options.trace is not None and settings.dp_size > 1:
+        raise ValueError(
+            f"SGLANG_DFLASH_TRACE with --dp-size {settings.dp_size}: one file cannot hold the "
+            "steps of several schedulers. Unset it, or trace a server of one replica."
+        )
+    if settings.sampling_backend not in (None, *_SAMPLING_BACKENDS):
+        raise ValueError(
+            f"--sampling-backend {settings.sampling_backend}: DFLASH knows the law that "
+            f"{', '.join(_SAMPLING_BACKENDS)} draw from. Choose one of them, or serve without "
+            "--speculative-algorithm."
+        )
+    if settings.grammar_backend not in (None, *_GRAMMAR_BACKENDS):
+        raise ValueError(
+            f"--grammar-backend {settings.grammar_backend}: DFLASH asks a grammar about several "
+            f"tokens at once and takes some back, which {' and '.join(_GRAMMAR_BACKENDS[:2])} can "
+            "do. Choose one of them, 'none', or serve without --speculative-algorithm."
+        )
 
 
 def check_back_end(settings: Any, gpu_generation: int) -> None:

@@ -199,7 +199,6 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_SPEC + "spec_tp_sync.SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE"),
     Seam(_SPEC + "spec_tp_sync.SpecTpSyncSite.DFLASH_SELECTOR"),
     Seam(_SRT + "layers.dp_attention.get_dp_tp_group", ()),
-    Seam(_SRT + "utils.common.is_pin_memory_available", ("device",)),
     Seam(_SRT + "utils.common.async_h2d", ("args", "dtype", "device")),
     Seam(_SRT + "runtime_context.get_spec", ()),
     Seam(_SRT + "runtime_context.get_exec", ()),

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import torch
-from sglang.srt.utils.common import is_pin_memory_available
 
 __all__ = ["to_device"]
 
@@ -16,6 +15,6 @@ def to_device(on_host: torch.Tensor, device: torch.device | str) -> torch.Tensor
         on_host: [...], any shape and dtype; itself is returned where the device is the host.
         device: where to.
     """
-    if torch.device(device).type == "cuda" and is_pin_memory_available(device):
+    if torch.device(device).type == "cuda":
         on_host = on_host.pin_memory()
     return on_host.to(device, non_blocking=True)

@@ -35,6 +35,7 @@ KNOWS_SGLANG = (
     "verify/decide.py",
     "verify/processors.py",
     "corrections.py",
+    "finish.py",
     "sweep.py",
     "draft/model.py",
     "draft/hot_head.py",
