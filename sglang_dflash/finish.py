@@ -19,7 +19,7 @@ __all__ = ["drop_what_follows_the_end", "end_token_by_token", "keep_computed_len
 
 
 def end_token_by_token(
-    original: Callable[[Req, int], None], request: Req, num_committed: int = 1
+    original: Callable[[Req, int], None], request: Req, new_accepted_len: int = 1
 ) -> None:
     """End a request after the first token of a run that ends it, and for that token's reason.
 
@@ -29,28 +29,41 @@ def end_token_by_token(
     Args:
         original: `Req.update_finish_state`.
         request: its self; the run is the end of its output, and stays there.
-        num_committed: tokens of the run.
+        new_accepted_len: tokens of the run.
     """
-    if num_committed <= 1 or request.finished() or request.to_finish:
-        original(request, num_committed)
+    if new_accepted_len <= 1 or request.finished() or request.to_finish:
+        original(request, new_accepted_len)
         return
-    run = request.output_ids[-num_committed:]
+    params = request.sampling_params
+    if params.stop_strs or params.stop_regex_strs:
+        _feed(original, request, new_accepted_len)
+    else:  # the first stop token, or the limit before it: SGLang's own rule for a run
+        original(request, new_accepted_len)
+    if request.finished():
+        if request.finished_len is None:
+            request.finished_len = len(request.output_ids)
+        request.reasoning_tokens = min(request.reasoning_tokens, request.finished_len)
+
+
+def _feed(original: Callable[[Req, int], None], request: Req, num_tokens: int) -> None:
+    """Ask after each token of a run; what is behind the end stays in the output.
+
+    K/V and log-probabilities are counted by the whole run.
+    """
+    run = request.output_ids[-num_tokens:]
     grammar, request.grammar = request.grammar, None  # it stands behind the run's last token
-    del request.output_ids[-num_committed:]
+    del request.output_ids[-num_tokens:]
     for place, token in enumerate(run):
         request.output_ids.append(token)
-        if place == num_committed - 1:
+        if place == num_tokens - 1:
             request.grammar = grammar
         original(request, 1)
         if request.finished():
             break
     request.grammar = grammar
-    if request.finished():
-        if request.finished_len is None:
-            request.finished_len = len(request.output_ids)
-        request.reasoning_tokens = min(request.reasoning_tokens, request.finished_len)
-        # What is cached and what has log-probabilities is counted by the run.
-        request.output_ids.extend(run[place + 1 :])
+    if request.finished() and request.finished_len is None:
+        request.finished_len = len(request.output_ids)
+    request.output_ids.extend(run[place + 1 :])
 
 
 def drop_what_follows_the_end(session: Session) -> None:
@@ -62,7 +75,7 @@ def drop_what_follows_the_end(session: Session) -> None:
 
 
 def keep_computed_length(
-    original: Callable[[StreamingSession, Req], bool], sessions: StreamingSession, request: Req
+    original: Callable[[StreamingSession, Req], bool], sessions: StreamingSession, req: Req
 ) -> bool:
     """Let a streaming session count as cached what was computed, not what was reserved.
 
@@ -72,11 +85,11 @@ def keep_computed_length(
     Args:
         original: `StreamingSession.try_cache_finished_req`.
         sessions: its self.
-        request: the turn that ended.
+        req: the turn that ended.
     """
-    slot = sessions.borrowed_slot(request)
-    computed = request.kv.kv_committed_len  # without the next anchor, which no step has read yet
-    is_kept = original(sessions, request)
+    slot = sessions.borrowed_slot(req)
+    computed = req.kv.kv_committed_len  # without the next anchor, which no step has read yet
+    is_kept = original(sessions, req)
     if is_kept and slot is not None:
         slot.kv.kv_committed_len = min(slot.kv.kv_committed_len, computed)
     return is_kept

@@ -341,13 +341,13 @@ def _begin_turn(original: Callable[..., Any], session: Any, *args: Any, **option
     return original(session, *args, **options)
 
 
-def _keep_turn(original: Callable[..., bool], *args: Any) -> bool:
+def _keep_turn(original: Callable[..., bool], *args: Any, **options: Any) -> bool:
     """Keep of a streaming session's turn the K/V that was computed."""
     if not _serves_here():
-        return original(*args)
+        return original(*args, **options)
     from sglang_dflash.finish import keep_computed_length
 
-    return keep_computed_length(original, *args)
+    return keep_computed_length(original, *args, **options)
 
 
 def _leave_room(

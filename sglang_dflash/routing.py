@@ -55,13 +55,14 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
     asked = {
         "--speculative-draft-window-size": settings.speculative_draft_window_size is not None,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,
-        "--enable-lora": _asks_for_lora(settings),
+        "--enable-lora or --lora-paths": _asks_for_lora(settings),
         "--enable-strict-thinking": settings.enable_strict_thinking,
         # SGLang has turned --enable-dp-attention into this by now.
         "--attn-dp-size": settings.attn_dp_size > 1,
         "--attn-cp-size": settings.attn_cp_size > 1,
         "--dcp-size": settings.dcp_size > 1,
         "--enable-prefill-cp": settings.enable_prefill_cp,
+        "--enable-unified-memory": settings.enable_unified_memory,
         "--disaggregation-mode": settings.disaggregation_mode not in (None, "null"),
         "--speculative-draft-model-quantization": _asks_for_quantised_draft(settings),
         "a target with recurrent state": target.has_recurrent_state,
@@ -159,8 +160,9 @@ def _refuse_options(settings: Any, options: Options) -> None:
     if settings.grammar_backend not in (None, *_GRAMMAR_BACKENDS):
         raise ValueError(
             f"--grammar-backend {settings.grammar_backend}: DFLASH asks a grammar about several "
-            f"tokens at once and takes some back, which {' and '.join(_GRAMMAR_BACKENDS[:2])} can "
-            "do. Choose one of them, 'none', or serve without --speculative-algorithm."
+            "tokens at once and takes some back, which outlines cannot and others are not known "
+            f"to do. Choose one of {', '.join(_GRAMMAR_BACKENDS)}, or serve without "
+            "--speculative-algorithm."
         )
 
 

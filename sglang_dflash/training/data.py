@@ -66,6 +66,8 @@ def build_corpus(
     folder.mkdir(parents=True, exist_ok=True)
     stated = _stated(settings, layer_ids, target)
     more = [Path(each) for each in settings.more_texts]
+    if len({each.resolve() for each in (folder, *more)}) <= len(more):
+        raise SettingsError("data.more_texts: a folder is named twice, or is the run's own")
     for each in more:
         _check_more_texts(each, stated)
     _check_manifest(folder, stated)

@@ -126,6 +126,8 @@ class Trainer:
         identity = self._settings.as_dict()
         for free in ("checkpoint_every", "eval_every", "eval_texts"):
             del identity["train"][free]
+        if not identity["data"]["more_texts"]:
+            del identity["data"]["more_texts"]  # runs are resumed that began before it was there
         return identity | {"config": self._config}
 
     def _parallel_model(self) -> torch.nn.Module:

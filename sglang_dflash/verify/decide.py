@@ -24,8 +24,8 @@ from sglang_dflash.verify.rows import Rows
 
 __all__ = ["Decider", "sampled_rows", "sampling_of"]
 
-# SGLang's seeded draw sorts, keeps ranks of 8 bytes, and makes noise in float64.
-_SEEDED_COPIES = 8
+# SGLang's seeded draw sorts, keeps ranks, and makes hashes and noise of 8 bytes.
+_SEEDED_COPIES = 10
 
 
 def sampling_of(info: SamplingBatchInfo) -> Sampling | None:

@@ -25,9 +25,11 @@ __all__ = [
     "to_probs",
 ]
 
-# A chunk of rows is worked on at a time, so that no second tensor as large as the logits is made.
-_CHUNK_BYTES = 16 << 20  # what a CPU's caches hold
+# Rows are worked on a chunk at a time: what is made beside the logits has a bound, or fits caches.
+_CHUNK_BYTES = 16 << 20  # on a CPU
 _DEVICE_CHUNK_BYTES = 256 << 20  # enough that launching kernels is not what takes the time
+_SORT_COPIES = 4  # values, and indices of 8 bytes
+_PENALTY_COPIES = 6  # sums of the requests, what is subtracted, factors, and results
 
 
 class Penalties(NamedTuple):
@@ -175,8 +177,7 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
         with flashinfer and min-p cuts in turn.
     """
     most = None if cuts.max_top_k is None or cuts.max_top_k >= out.shape[1] else cuts.max_top_k
-    # A sort of all has indices of 8 bytes beside its values.
-    step = rows_in_chunk(out, copies=4 if most is None else 1)
+    step = rows_in_chunk(out, copies=1 + _SORT_COPIES * (most or out.shape[1]) / out.shape[1])
     limits = (values.split(step) for values in cuts[:3])
     for part, top_ks, top_ps, min_ps in zip(out.split(step), *limits, strict=True):
         if most is not None:
@@ -203,18 +204,19 @@ class _Part(NamedTuple):
 def _chunks(
     out: torch.Tensor, request: torch.Tensor, values: torch.Tensor | None = None
 ) -> Iterator[_Part]:
-    step = rows_in_chunk(out)
+    step = rows_in_chunk(out, copies=_PENALTY_COPIES)
     columns = (out, request, request if values is None else values)
     for parts in zip(*(column.split(step) for column in columns), strict=True):
         yield _Part(*parts)
 
 
-def rows_in_chunk(rows: torch.Tensor, copies: int = 1) -> int:
-    """Return how many rows to work on at a time.
+def rows_in_chunk(rows: torch.Tensor, copies: float = 1) -> int:
+    """Return how many rows to work on at a time: on a CPU one for each thread at least.
 
     Args:
         rows: [M, V].
         copies: tensors as large as the chunk that the work makes.
     """
     size = _CHUNK_BYTES if rows.is_cpu else _DEVICE_CHUNK_BYTES
-    return max(1, size // (copies * rows.shape[-1] * rows.element_size()))
+    fitting = int(size / (copies * rows.shape[-1] * rows.element_size()))
+    return max(fitting, torch.get_num_threads() if rows.is_cpu else 1)

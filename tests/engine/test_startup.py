@@ -170,7 +170,7 @@ def test_sglangs_own_worker_is_refused_on_a_cpu(
         (["--tp-size", "2", "--attn-cp-size", "2"], "--attn-cp-size"),
         (["--tp-size", "2", "--dcp-size", "2"], "--dcp-size"),
         (["--enable-lora", "--max-lora-rank", "8"], "--enable-lora"),
-        (["--lora-paths", "some=adapter", "--max-lora-rank", "8"], "--enable-lora"),
+        (["--lora-paths", "some=adapter", "--max-lora-rank", "8"], "--lora-paths"),
     ],
 )
 def test_an_option_only_sglangs_worker_has_is_refused_by_name(

@@ -204,6 +204,7 @@ def test_texts_of_earlier_runs_are_read_beside_those_of_this(
         ({"held_out_share": 0.4}, "made with held_out_share 0.3, and this run has 0.4"),
         ({"num_laws": 8}, "made with num_laws 4, and this run has 8"),
         ({"more_texts": ("gone",)}, "gone does not hold the whole texts"),
+        ({"more_texts": ("gone", "./gone")}, "a folder is named twice"),
     ],
 )
 def test_texts_that_cannot_stand_beside_others_are_refused_before_any_is_made(

@@ -109,12 +109,14 @@ class Grammar:
         return True
 
 
-def test_a_grammar_ends_a_run_at_its_last_token(tokenizer: Any) -> None:
-    made = request(tokenizer, {"ignore_eos": True})
+@pytest.mark.parametrize("options", [{}, {"stop": ["never said"]}])
+def test_a_grammar_ends_a_run_at_its_last_token(options: dict, tokenizer: Any) -> None:
+    made = request(tokenizer, {"ignore_eos": True, **options})
     made.grammar = Grammar()  # type: ignore[assignment]
     tokens = list(range(40, 46))
     feed(made, tokens, [6], hooked=True)
     assert list(made.output_ids_through_stop) == tokens
+    assert made.finished_reason.to_json()["matched"] == tokens[-1]
     assert made.grammar is not None
 
 
