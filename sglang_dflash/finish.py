@@ -40,9 +40,8 @@ def end_token_by_token(
     else:  # the first stop token, or the limit before it: SGLang's own rule for a run
         original(request, new_accepted_len)
     if request.finished():
-        if request.finished_len is None:
-            request.finished_len = len(request.output_ids)
-        request.reasoning_tokens = min(request.reasoning_tokens, request.finished_len)
+        shown = len(request.output_ids_through_stop)
+        request.reasoning_tokens = min(request.reasoning_tokens, shown)
 
 
 def _feed(original: Callable[[Req, int], None], request: Req, num_tokens: int) -> None:

@@ -90,22 +90,30 @@ def _register_hooks() -> None:
     from sglang_dflash.seams import WEIGHT_UPDATES
 
     register_resolution_hook("handle_speculative_decoding")(_resolve_arguments)
-    HookRegistry.register(_CREATE_WORKER, _create_worker, HookType.AROUND)
-    HookRegistry.register(_ADMISSION, _admit, HookType.AROUND)
-    HookRegistry.register(_RAGGED, _verifies_ragged, HookType.AROUND)
-    HookRegistry.register(_ROW_WIDTH, _widen_rows, HookType.AROUND)
-    HookRegistry.register(_META_INFO, _tell_acceptance, HookType.AROUND)
-    HookRegistry.register(_SEEDED_DRAW, _draw_by_request, HookType.AROUND)
-    HookRegistry.register(_PENALTIES, _penalise_in_order, HookType.AROUND)
-    HookRegistry.register(_FINISH, _end_token_by_token, HookType.AROUND)
-    HookRegistry.register(_REFUSE, _disarm, HookType.AROUND)
-    HookRegistry.register(_NEXT_TURN, _begin_turn, HookType.AROUND)
-    HookRegistry.register(_STREAMING_TURN, _keep_turn, HookType.AROUND)
-    HookRegistry.register(_MOST_NEW_TOKENS, _leave_room, HookType.AROUND)
+    for target, hook in _around():
+        HookRegistry.register(target, hook, HookType.AROUND)
     for update in WEIGHT_UPDATES:
         HookRegistry.register(update, _note_update, HookType.AFTER)
     for target, hook, kind in _cpu_hooks():
         HookRegistry.register(target, hook, HookType(kind))
+
+
+def _around() -> list[tuple[str, Callable[..., Any]]]:
+    """Return what is wrapped on every platform: (target, hook)."""
+    return [
+        (_CREATE_WORKER, _create_worker),
+        (_ADMISSION, _admit),
+        (_RAGGED, _verifies_ragged),
+        (_ROW_WIDTH, _widen_rows),
+        (_META_INFO, _tell_acceptance),
+        (_SEEDED_DRAW, _draw_by_request),
+        (_PENALTIES, _penalise_in_order),
+        (_FINISH, _end_token_by_token),
+        (_REFUSE, _disarm),
+        (_NEXT_TURN, _begin_turn),
+        (_STREAMING_TURN, _keep_turn),
+        (_MOST_NEW_TOKENS, _leave_room),
+    ]
 
 
 def _note_update(result: Any, *_: Any, **__: Any) -> Any:
@@ -435,9 +443,7 @@ def _check_hooks() -> None:
     from sglang_dflash.errors import PluginConflict
     from sglang_dflash.seams import check
 
-    targets = [_CREATE_WORKER, _ADMISSION, _RAGGED, _META_INFO, _ROW_WIDTH]
-    targets += [_SEEDED_DRAW, _PENALTIES]
-    targets += [_FINISH, _REFUSE, _NEXT_TURN, _STREAMING_TURN, _MOST_NEW_TOKENS]
+    targets = [target for target, _ in _around()]
     targets += [hook[0] for hook in _cpu_hooks()]
     problems = check()
     problems += [

@@ -90,20 +90,19 @@ class Decider:
         self, info: SamplingBatchInfo, rows: Rows, block: Block, logits: torch.Tensor
     ) -> torch.Tensor:
         """Return [M] int64, each row drawn with its request's seed at its own position."""
-        each, positions = _of_rows(info, rows), rows.take(block.positions)
         step = rows_in_chunk(logits, copies=_SEEDED_COPIES)
+        columns = (logits, rows.request, rows.take(block.positions))
         drawn = []
-        for start in range(0, len(logits), step):
-            part = slice(start, start + step)
-            output = LogitsProcessorOutput(next_token_logits=logits[part])
-            own = _part_of(each, part)
-            drawn.append(self._sampler(output, own, False, [], [], positions[part]))
+        for part, request, positions in zip(*(c.split(step) for c in columns), strict=True):
+            output = LogitsProcessorOutput(next_token_logits=part)
+            own = _of_rows(info, request)
+            drawn.append(self._sampler(output, own, False, [], [], positions))
         return torch.cat(drawn).to(torch.int64)
 
     def _verify(
         self, info: SamplingBatchInfo, rows: Rows, proposal: Proposal, logits: torch.Tensor
     ) -> Verdict:
-        each = _of_rows(info, rows)
+        each = _of_rows(info, rows.request)
         to_probs(logits, each.temperatures)
         if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
             in_turn = self._cuts_in_turn and info.need_min_p_sampling
@@ -134,29 +133,19 @@ def _add_logprobs(batch: ScheduleBatch, verified: Verified, decided: Verdict) ->
     )
 
 
-def _part_of(each: SamplingBatchInfo, part: slice) -> SamplingBatchInfo:
-    """Return the options of some of M rows; what is asked of all decides the path of each."""
-    assert each.sampling_seed is not None, "seeded rows alone are independent of each other"
-    return dataclasses.replace(
-        each,
-        temperatures=each.temperatures[part],
-        top_ps=each.top_ps[part],
-        top_ks=each.top_ks[part],
-        min_ps=each.min_ps[part],
-        sampling_seed=each.sampling_seed[part],
-    )
+def _of_rows(info: SamplingBatchInfo, request: torch.Tensor) -> SamplingBatchInfo:
+    """Return the sampling options of rows whose requests are `request`, [M] int64.
 
-
-def _of_rows(info: SamplingBatchInfo, rows: Rows) -> SamplingBatchInfo:
-    """Return the sampling options of M rows; what changes logits was applied already."""
+    What changes logits was applied already.
+    """
     seeds = info.sampling_seed
     return dataclasses.replace(
         info,
-        temperatures=rows.each(info.temperatures),
-        top_ps=rows.each(info.top_ps),
-        top_ks=rows.each(info.top_ks),
-        min_ps=rows.each(info.min_ps),
-        sampling_seed=None if seeds is None else rows.each(seeds),
+        temperatures=info.temperatures[request],
+        top_ps=info.top_ps[request],
+        top_ks=info.top_ks[request],
+        min_ps=info.min_ps[request],
+        sampling_seed=None if seeds is None else seeds[request],
         grammars=None,
         grammar_mask=None,
         acc_additive_penalties=None,

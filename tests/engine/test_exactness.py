@@ -208,7 +208,7 @@ def test_a_prefix_hit_accepts_as_many_as_a_cold_start(served: Served) -> None:
 def test_a_sessions_next_turn_sees_what_the_client_saw(served: Served, streaming: bool) -> None:
     """Turns that end at any place of a block, by length and by a stop token."""
     if streaming and not served.case.options.get("enable_streaming_session"):
-        pytest.skip("streaming sessions are served where a flag asks for them")
+        pytest.skip("SGLang opens none without --enable-streaming-session; two cases have it")
     first, more = served.prompt(12, 1), served.prompt(5, 400)
     answer = served.plain["one request"][1][0]
     ends = [{"max_new_tokens": length} for length in range(3, 9)]
