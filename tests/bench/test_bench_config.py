@@ -93,8 +93,9 @@ def test_sglang_parses_every_server_of_the_recipes(path: Path) -> None:
     recipe = load_recipe(path)
     models = {"target": "t", **dict.fromkeys(recipe.models, "m")}
     check_arguments(recipe, models)
-    assert recipe.load.repeats >= 3
-    assert total_seconds(recipe, make_plan(recipe)) > 600
+    # A ratio needs repeats for its spread; greedy acceptance is the same in each of them.
+    assert recipe.load.repeats >= (3 if len(recipe.engines) > 1 else 1)
+    assert total_seconds(recipe, make_plan(recipe)) > 60
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
