@@ -10,6 +10,8 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
 
+import interpreted  # noqa: F401, I001  (before anything that imports Triton)
+
 import hashlib
 import shutil
 import tempfile
@@ -25,6 +27,19 @@ import sglang_dflash.draft.grouped_conv
 import sglang_dflash.draft.selector
 import sglang_dflash.hf.draft
 from sglang_dflash.demo.model import bundled_draft, ensure_target
+
+# The longest first, so that the last of them does not run alone.
+_FIRST = ("test_exactness", "test_startup", "test_server", "test_sampling")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let `pytest -n N` keep together what shares engines: a file, or a pair's exactness cases."""
+    for item in items:
+        group = item.path.stem
+        if group == "test_exactness":
+            group = f"exactness of {item.callspec.params['served'].pair}"
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path.stem not in _FIRST)
 
 
 @pytest.fixture(scope="session")

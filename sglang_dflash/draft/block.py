@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from sglang_dflash.kernels.fill_block import fill_block
+
 __all__ = ["Block", "BlockBuilder"]
 
 
@@ -34,7 +36,6 @@ class BlockBuilder:
         shape = (max_requests, block_size)
         self._ids = torch.full(shape, mask_token_id, dtype=torch.int64, device=device)
         self._positions = torch.empty(shape, dtype=torch.int64, device=device)
-        self._offsets = torch.arange(block_size, dtype=torch.int64, device=device)
 
     def build(
         self,
@@ -56,8 +57,6 @@ class BlockBuilder:
             Views into kept buffers, valid until the next call; `locs` is new.
         """
         n = anchors.shape[0]
-        ids, positions = self._ids[:n], self._positions[:n]
-        ids[:, 0] = anchors
-        torch.add(prefix_lens.unsqueeze(1), self._offsets, out=positions)
-        locs = req_to_token[req_pool_indices.unsqueeze(1), positions].to(torch.int64)
-        return Block(ids, positions, locs)
+        block = Block(self._ids[:n], self._positions[:n], torch.empty_like(self._ids[:n]))
+        fill_block(anchors, prefix_lens, req_pool_indices, req_to_token, *block)
+        return block

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch.nn import functional
+
+from sglang_dflash.kernels.context_keys import context_keys
 
 __all__ = ["context_kv"]
 
@@ -19,7 +19,8 @@ def context_kv(
     bias: torch.Tensor | None,
     k_norm_weight: torch.Tensor,
     eps: float,
-    rotate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    cos_sin: torch.Tensor,
+    is_neox_style: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V of all draft layers for M context rows, by one projection.
 
@@ -33,7 +34,8 @@ def context_kv(
         bias: [L * 2 * kv] or None.
         k_norm_weight: [L, D].
         eps: of the K norm.
-        rotate: (positions [M], x [M, heads * D]) -> x with rotary embedding applied.
+        cos_sin: [positions, R] float, the rotary embedding's cosines and sines.
+        is_neox_style: whether halves of a head turn, or neighbours.
 
     Returns:
         k and v, each [L, M, kv heads, D] in the dtype of `context`.
@@ -43,6 +45,7 @@ def context_kv(
     num_layers, head_dim = k_norm_weight.shape
     rows = context.shape[0]
     kv = functional.linear(context, weight, bias).view(rows, num_layers, 2, -1, head_dim)
-    k = functional.rms_norm(kv[:, :, 0], (head_dim,), eps=eps) * k_norm_weight[:, None]
-    k = rotate(positions, k.reshape(rows, -1)).view(rows, num_layers, -1, head_dim)
-    return k.transpose(0, 1), kv[:, :, 1].transpose(0, 1)
+    k = context_keys(
+        kv[:, :, 0], positions, k_norm_weight, cos_sin, eps=eps, is_neox_style=is_neox_style
+    )
+    return k, kv[:, :, 1].transpose(0, 1)

@@ -236,6 +236,7 @@ class DFlashDraftModel(nn.Module):
             pool: the draft's KV pool.
         """
         context = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        rotary = self.layers[0].self_attn.rotary_emb  # the same in all
         k, v = context_kv(
             context,
             positions,
@@ -243,18 +244,13 @@ class DFlashDraftModel(nn.Module):
             bias=self._context_bias,
             k_norm_weight=self._context_k_norm,
             eps=self.draft_config.rms_norm_eps,
-            rotate=self._rotate,
+            cos_sin=rotary.cos_sin_cache,
+            is_neox_style=rotary.is_neox_style,
         )
         write = KVWriteLoc(locs, physical=True)
         for layer, layer_k, layer_v in zip(self.layers, k, v, strict=True):
             attn = layer.self_attn.attn
             pool.set_kv_buffer(attn, write, layer_k, layer_v, attn.k_scale, attn.v_scale)
-
-    def _rotate(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        # Rotary layers take q and k together, and some rotate in place: give a q that nobody reads.
-        unused_q = x.new_zeros(x.shape[0], self.draft_config.head_dim)
-        _, rotated = self.layers[0].self_attn.rotary_emb(positions, unused_q, x)
-        return rotated
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a checkpoint, all of it or nothing.

@@ -17,7 +17,8 @@ from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 from sglang_dflash.corrections import draws_by_rank
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.proposer import Proposal, Sampling
-from sglang_dflash.verify.accept import Verdict, accept_block, accept_equal, verdict
+from sglang_dflash.kernels.confirm import confirm
+from sglang_dflash.verify.accept import Verdict, accept_block, verdict
 from sglang_dflash.verify.forward import Verified
 from sglang_dflash.verify.logits import Cuts, keep_most_likely, rows_in_chunk, to_probs
 from sglang_dflash.verify.rows import Rows
@@ -84,7 +85,7 @@ class Decider:
     def _confirm(self, proposal: Proposal, rows: Rows, choices: torch.Tensor) -> Verdict:
         """Accept while the target's choices, [M], are the proposals."""
         self._ranks.sync(SpecTpSyncSite.DFLASH_ACCEPT_GREEDY, choices)
-        return accept_equal(proposal.tokens, rows.spread(choices), rows.widths)
+        return confirm(proposal.tokens, choices, rows.starts, rows.widths)
 
     def _draw(
         self, info: SamplingBatchInfo, rows: Rows, block: Block, logits: torch.Tensor

@@ -97,14 +97,6 @@ class Rows:
         """Return [M, ...]: for each row its request's entry of `values` [n, ...]."""
         return values[self.request]
 
-    def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Return [n, B]: `values` [M] at their places in the blocks, 0 where nothing is run."""
-        if self.are_whole_blocks:
-            return values.view(-1, self.block_size)
-        block = values.new_zeros(len(self.widths), self.block_size)
-        block[self.request, self.offset] = values
-        return block
-
 
 @lru_cache(maxsize=256)  # most steps have whole blocks, or one row each
 def _rows(widths: tuple[int, ...], block_size: int, device: torch.device | str) -> Rows:

@@ -69,8 +69,13 @@ def test_context_kv_is_each_layers_own_projection_norm_and_rotation() -> None:
     k_weights, v_weights = draw(layers, heads * dim, hidden), draw(layers, heads * dim, hidden)
     positions = torch.tensor([0, 3, 1, 7, 2])
 
-    def rotate(positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x * (1 + positions.unsqueeze(1))  # any map of position and value
+    angles = draw(8, dim // 2)
+    table = torch.cat([angles.cos(), angles.sin()], dim=1)
+
+    def rotate(x: torch.Tensor) -> torch.Tensor:
+        turned = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), dim=-1).contiguous())
+        turned = turned * torch.polar(torch.ones(()).double(), angles)[positions].unsqueeze(1)
+        return torch.cat([turned.real, turned.imag], dim=-1)
 
     k, v = context_kv(
         context,
@@ -79,11 +84,11 @@ def test_context_kv_is_each_layers_own_projection_norm_and_rotation() -> None:
         bias=None,
         k_norm_weight=norms,
         eps=1e-6,
-        rotate=rotate,
+        cos_sin=table,
+        is_neox_style=True,
     )
     for layer in range(layers):
         raw = (context @ k_weights[layer].T).view(rows, heads, dim)
         scale = (raw.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
-        expected = rotate(positions, (raw * scale * norms[layer]).flatten(1)).view(raw.shape)
-        torch.testing.assert_close(k[layer], expected)
+        torch.testing.assert_close(k[layer], rotate(raw * scale * norms[layer]))
         torch.testing.assert_close(v[layer], (context @ v_weights[layer].T).view(raw.shape))

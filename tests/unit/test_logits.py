@@ -156,14 +156,12 @@ def test_a_bias_is_its_requests_own() -> None:
 
 
 @pytest.mark.parametrize("widths", [[3, 3], [1, 3], [2, 1, 3, 1]])
-def test_rows_take_each_requests_first_and_spread_them_back(widths: list[int]) -> None:
+def test_rows_take_each_requests_first(widths: list[int]) -> None:
     rows = Rows.of(widths, 3, "cpu")
     block = torch.arange(3 * len(widths)).view(-1, 3)
     taken = [block[i, j].item() for i, width in enumerate(widths) for j in range(width)]
     assert rows.take(block).tolist() == taken
     assert len(rows) == len(taken) == int(rows.starts[-1]) + widths[-1]
-    for i, line in enumerate(rows.spread(rows.take(block)).tolist()):
-        assert line == block[i, : widths[i]].tolist() + [0] * (3 - widths[i])
 
 
 def test_a_row_in_which_all_is_forbidden_is_token_0() -> None:
