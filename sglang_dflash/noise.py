@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SGLang's seeded noise, in torch: the same numbers for the same seed, position and column."""
+"""Noise to draw with: SGLang's seeded one, the same numbers for the same place, and a fresh one."""
 
 from __future__ import annotations
 
 import torch
 
-__all__ = ["gumbel", "murmur_hash32"]
+__all__ = ["exponential", "gumbel", "murmur_hash32"]
 
 _MASK = 0xFFFFFFFF
 
@@ -52,6 +52,15 @@ def gumbel(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tenso
     uniform = murmur_hash32(seed, positions, col_indices).to(torch.float64) / _MASK
     smallest = torch.finfo(torch.float64).min
     return uniform.log().clamp(min=smallest, max=-(2.0**-32)).neg().log().neg()
+
+
+def exponential(like: torch.Tensor) -> torch.Tensor:
+    """Return fresh exponential noise, [...] float32 above 0, in the shape of `like`.
+
+    The smallest of exponentials with rates p is that of token i with probability p_i / sum(p).
+    """
+    fresh = torch.empty(like.shape, dtype=torch.float32, device=like.device).exponential_()
+    return fresh.clamp_min_(torch.finfo(torch.float32).tiny)
 
 
 def _mix(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

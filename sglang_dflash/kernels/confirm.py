@@ -71,7 +71,8 @@ def _launch(
     return Verdict(tokens, num_committed, next_anchor)
 
 
-@triton.jit
+# Any alignment: a request's rows start where others end.
+@triton.jit(do_not_specialize_on_alignment=["choices", "starts", "widths"])
 def _confirm_kernel(
     proposals,  # [n, B-1]
     choices,  # [M]

@@ -91,7 +91,7 @@ def _launch(
     return turned
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # of prompts as many as there are lengths
 def _context_keys_kernel(
     keys,  # [M, L, heads, D]
     positions,  # [M]

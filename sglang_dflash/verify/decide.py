@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import Sampler
@@ -18,9 +19,17 @@ from sglang_dflash.corrections import draws_by_rank
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.proposer import Proposal, Sampling
 from sglang_dflash.kernels.confirm import confirm
+from sglang_dflash.noise import exponential
 from sglang_dflash.verify.accept import Verdict, accept_block, verdict
 from sglang_dflash.verify.forward import Verified
-from sglang_dflash.verify.logits import Cuts, keep_most_likely, rows_in_chunk, to_probs
+from sglang_dflash.verify.logits import (
+    Cuts,
+    Renorms,
+    keep_by_value,
+    keep_most_likely,
+    rows_in_chunk,
+    to_probs,
+)
 from sglang_dflash.verify.rows import Rows
 
 __all__ = ["Decider", "sampled_rows", "sampling_of"]
@@ -56,7 +65,7 @@ class Decider:
         self._sampler = sampler
         # One rank decides: a near-tie that ranks break differently would part them for good.
         self._ranks = ranks
-        self._cuts_in_turn = get_exec().kernel.sampling_backend in ("flashinfer", "intel_xpu")
+        self._renorms = _renorms()
 
     def decide(
         self, batch: ScheduleBatch, block: Block, proposal: Proposal, verified: Verified
@@ -106,18 +115,29 @@ class Decider:
         each = _of_rows(info, rows.request)
         to_probs(logits, each.temperatures)
         if info.need_top_k_sampling or info.need_top_p_sampling or info.need_min_p_sampling:
-            in_turn = self._cuts_in_turn and info.need_min_p_sampling
-            cuts = Cuts(each.top_ks, each.top_ps, each.min_ps, info.max_top_k, in_turn)
-            keep_most_likely(logits, cuts)
+            cuts = Cuts(each.top_ks, each.top_ps, each.min_ps, info.max_top_k)
+            if self._renorms is None:
+                keep_most_likely(logits, cuts)
+            else:
+                in_turn = info.need_min_p_sampling
+                keep_by_value(logits, cuts, self._renorms, in_turn=in_turn)
         uniforms = torch.rand(proposal.tokens.shape, device=logits.device)
         accepted = accept_block(
             proposal.tokens, proposal.draft_probs, logits, uniforms, rows.starts, rows.widths
         )
-        last = torch.multinomial(accepted.last_law, num_samples=1).squeeze(1)
+        # The first of exponential clocks; torch.multinomial looks at the law before it draws.
+        last = (accepted.last_law / exponential(accepted.last_law)).argmax(dim=-1)
         decided = verdict(proposal.tokens, accepted.num_accepted, last)
         for values in decided:
             self._ranks.sync(SpecTpSyncSite.DFLASH_ACCEPT_SAMPLE, values)
         return decided
+
+
+def _renorms() -> Renorms | None:
+    """Return the cuts of SGLang's sampler where it draws by flashinfer's; it sorts elsewhere."""
+    if get_exec().kernel.sampling_backend not in ("flashinfer", "intel_xpu"):
+        return None
+    return Renorms(sglang_sampler.top_k_renorm_prob, sglang_sampler.top_p_renorm_prob)
 
 
 def _add_logprobs(batch: ScheduleBatch, verified: Verified, decided: Verdict) -> None:

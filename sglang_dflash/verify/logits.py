@@ -7,7 +7,7 @@ its output, which penalties count and which may end a minimum length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -17,8 +17,10 @@ from sglang_dflash.verify.rows import Rows
 __all__ = [
     "Cuts",
     "Penalties",
+    "Renorms",
     "add_bias",
     "forbid_early_stops",
+    "keep_by_value",
     "keep_most_likely",
     "penalise",
     "rows_in_chunk",
@@ -72,14 +74,26 @@ class Cuts(NamedTuple):
         top_ps: [M] float32, until their sum exceeds this; 1 for all.
         min_ps: [M] float32, at least this share of the best one's probability; 0 for all.
         max_top_k: the host's bound on `top_ks`, or None: fewer tokens are then sorted.
-        in_turn: whether top-p cuts what top-k left, scaled to sum to 1; else what `softmax` gave.
     """
 
     top_ks: torch.Tensor
     top_ps: torch.Tensor
     min_ps: torch.Tensor
     max_top_k: int | None
-    in_turn: bool = False
+
+
+class Renorms(NamedTuple):
+    """What cuts without sorting: of tokens that tie at the border all stay.
+
+    Attributes:
+        top_k: (probabilities [m, V], top_ks [m]) -> those of the k most probable, scaled to sum to
+            1.
+        top_p: (probabilities [m, V], top_ps [m]) -> those of which the more probable ones sum to
+            less than p, scaled to sum to 1.
+    """
+
+    top_k: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    top_p: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def penalise(out: torch.Tensor, rows: Rows, proposals: torch.Tensor, penalties: Penalties) -> None:
@@ -166,15 +180,15 @@ def to_probs(out: torch.Tensor, temperatures: torch.Tensor) -> None:
 def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
     """Set the probabilities that top-k, top-p and min-p cut to 0, and scale the rest to sum to 1.
 
-    The three share one order; min-p cuts what the others left.
+    The three share one order; min-p cuts what the others left. Of tokens that tie at the border
+    those stay that the sort puts first.
 
     Args:
         out: [M, V] probabilities, changed in place.
         cuts: of the M rows.
 
     Source: `sglang/srt/layers/sampler.py`, `top_k_top_p_min_p_sampling_from_probs_torch`, whose
-        choice among equal probabilities (the sort's) this shares, and `_sample_from_probs`, which
-        with flashinfer and min-p cuts in turn.
+        choice among equal probabilities (the sort's) this shares.
     """
     most = None if cuts.max_top_k is None or cuts.max_top_k >= out.shape[1] else cuts.max_top_k
     step = rows_in_chunk(out, copies=1 + _SORT_COPIES * (most or out.shape[1]) / out.shape[1])
@@ -185,14 +199,42 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
         else:
             values, tokens = part.sort(dim=-1, descending=True)
         cut = torch.arange(values.shape[1], device=values.device) >= top_ks.unsqueeze(1)
-        if cuts.in_turn:
-            values.masked_fill_(cut, 0.0).div_(values.sum(-1, keepdim=True))
         before = values.cumsum(-1).sub_(values)
         cut |= before > top_ps.unsqueeze(1)
         cut |= values < values[:, :1] * min_ps.unsqueeze(1)
         values.masked_fill_(cut, 0.0)
         values.div_(values.sum(-1, keepdim=True))
         part.zero_().scatter_(1, tokens, values)
+
+
+def keep_by_value(out: torch.Tensor, cuts: Cuts, renorms: Renorms, *, in_turn: bool) -> None:
+    """Do as `keep_most_likely`, but keep all tokens that tie at the border, and sort nothing.
+
+    A greedy row keeps its best token alone, the first by id.
+
+    Args:
+        out: [M, V] probabilities, changed in place.
+        cuts: of the M rows.
+        renorms: what cuts.
+        in_turn: whether top-p cuts what top-k left, scaled to sum to 1, and min-p the rest; else
+            both cut what they are given, and there is no min-p.
+
+    Source: `sglang/srt/layers/sampler.py`, `_sample_from_probs` with flashinfer: in turn with
+        min-p, jointly without.
+    """
+    limits = (values.split(rows_in_chunk(out, copies=3)) for values in (out, *cuts[:3]))
+    for part, top_ks, top_ps, min_ps in zip(*limits, strict=True):
+        best = part.argmax(dim=-1, keepdim=True)
+        kept = renorms.top_k(part, top_ks)
+        if in_turn:
+            kept = renorms.top_p(kept, top_ps)
+            least = kept.max(dim=-1, keepdim=True).values * min_ps.unsqueeze(1)
+            kept.masked_fill_(kept < least, 0.0)
+        else:
+            kept.masked_fill_(renorms.top_p(part, top_ps) <= 0, 0.0)
+        part.copy_(kept.div_(kept.sum(-1, keepdim=True)))
+        greedy = (top_ks == 1).unsqueeze(1)
+        part.masked_fill_(greedy, 0.0).scatter_add_(1, best, greedy.to(part.dtype))
 
 
 class _Part(NamedTuple):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ import torch
 from sglang_dflash.verify.logits import (
     Cuts,
     Penalties,
+    Renorms,
     add_bias,
     forbid_early_stops,
+    keep_by_value,
     keep_most_likely,
     penalise,
     to_probs,
@@ -104,15 +107,12 @@ def test_stop_tokens_are_forbidden_up_to_the_minimum_and_no_further() -> None:
     assert forbidden[..., 2].tolist() == forbidden[..., 5].tolist() == expected
 
 
-def cut_row(
-    probs: list[float], top_k: int, top_p: float, min_p: float, *, in_turn: bool
-) -> list[float]:
+def cut_row(probs: list[float], top_k: int, top_p: float, min_p: float) -> list[float]:
     """What top-k, top-p and min-p leave of one row."""
     order = sorted(range(len(probs)), key=lambda token: -probs[token])
-    whole = sum(probs[token] for token in order[:top_k]) if in_turn else 1.0
     kept, before = [0.0] * len(probs), 0.0
     for rank, token in enumerate(order):
-        if rank < top_k and before / whole <= top_p:
+        if rank < top_k and before <= top_p:
             kept[token] = probs[token]
         before += probs[token]
     best = max(kept)
@@ -120,31 +120,84 @@ def cut_row(
     return [p / sum(kept) for p in kept]
 
 
+def cuts_of(rows: int, *, bounded: bool) -> Cuts:
+    """Limits that mix, the first row's greedy."""
+    top_ks = torch.tensor([1, 3, 7, 5 if bounded else 1 << 30] * (rows // 4))
+    top_ps = torch.tensor([1.0, 0.9, 0.5] * (rows // 3), dtype=torch.float64)
+    min_ps = torch.tensor([0.0, 0.0, 0.0, 0.2, 0.05] * (rows // 5), dtype=torch.float64)
+    return Cuts(top_ks, top_ps, min_ps, 7 if bounded else None)
+
+
 @pytest.mark.parametrize("bounded", [False, True])
-@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 def test_the_cuts_are_those_of_one_row_alone(
-    bounded: bool, in_turn: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+    bounded: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sglang_dflash.verify.logits._CHUNK_BYTES", chunk * VOCAB * 8 * 4)
     generator = torch.Generator().manual_seed(3)
     rows = 60
     logits = 2 * torch.randn(rows, VOCAB, generator=generator, dtype=torch.float64)
     temperatures = 0.3 + torch.rand(rows, 1, generator=generator, dtype=torch.float64)
-    top_ks = torch.tensor([1, 3, 7, 5 if bounded else 1 << 30] * (rows // 4))
-    top_ps = torch.tensor([1.0, 0.9, 0.5] * (rows // 3), dtype=torch.float64)
-    min_ps = torch.tensor([0.0, 0.0, 0.0, 0.2, 0.05] * (rows // 5), dtype=torch.float64)
+    cuts = cuts_of(rows, bounded=bounded)
     out = logits.clone()
     to_probs(out, temperatures)
     torch.testing.assert_close(out, torch.softmax(logits / temperatures, -1))
     probs = out.clone()
-    keep_most_likely(out, Cuts(top_ks, top_ps, min_ps, 7 if bounded else None, in_turn))
-    limits = zip(top_ks.tolist(), top_ps.tolist(), min_ps.tolist(), strict=True)
-    expected = [
-        cut_row(row.tolist(), *limit, in_turn=in_turn)
-        for row, limit in zip(probs, limits, strict=True)
-    ]
+    keep_most_likely(out, cuts)
+    limits = zip(*(values.tolist() for values in cuts[:3]), strict=True)
+    expected = [cut_row(row.tolist(), *limit) for row, limit in zip(probs, limits, strict=True)]
     torch.testing.assert_close(out, torch.tensor(expected, dtype=torch.float64))
+
+
+def value_kept(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    """Whether a token is drawn by flashinfer's joint rule: its more probable ones are few."""
+    above = probs.unsqueeze(0) > probs.unsqueeze(1)  # [token, other]
+    return (above.sum(1) < top_k) & ((above * probs).sum(1) < top_p)
+
+
+def renorm(rows: torch.Tensor, limits: torch.Tensor, *, by_rank: bool) -> torch.Tensor:
+    """What SGLang's renorm kernels do."""
+    all_of_them = 1 << 30, 1.5
+    kept = []
+    for row, limit in zip(rows, limits.tolist(), strict=True):
+        own = (int(limit), all_of_them[1]) if by_rank else (all_of_them[0], limit)
+        kept.append(row * value_kept(row, *own))
+    stacked = torch.stack(kept)
+    return stacked / stacked.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
+@pytest.mark.parametrize("chunk", [1, 1000])
+def test_cuts_by_value_keep_what_ties_and_sort_nothing(
+    in_turn: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_dflash.verify.logits._CHUNK_BYTES", chunk * VOCAB * 8 * 3)
+    for name in ("sort", "topk"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    generator = torch.Generator().manual_seed(4)
+    # As coarse as bfloat16's: many tie.
+    logits = torch.randn(60, VOCAB, generator=generator, dtype=torch.float64).mul(2).round() / 2
+    probs = torch.softmax(logits, -1)
+    cuts = cuts_of(60, bounded=False)
+    renorms = Renorms(partial(renorm, by_rank=True), partial(renorm, by_rank=False))
+    out = probs.clone()
+    keep_by_value(out, cuts, renorms, in_turn=in_turn)
+    num_tied = 0
+    limits = zip(*(values.tolist() for values in cuts[:3]), strict=True)
+    for row, got, (top_k, top_p, min_p) in zip(probs, out, limits, strict=True):
+        if top_k == 1:
+            assert got.tolist() == [float(token == row.argmax()) for token in range(VOCAB)]
+            continue
+        if in_turn:
+            kept = row * value_kept(row, top_k, 1.5)
+            kept = kept / kept.sum()
+            kept = kept * value_kept(kept, 1 << 30, top_p)
+            kept = kept * (kept >= kept.max() * min_p)
+        else:
+            kept = row * value_kept(row, top_k, top_p)
+        num_tied += int((kept > 0).sum()) > top_k
+        torch.testing.assert_close(got, kept / kept.sum())
+    assert num_tied > 5, "else a cut by rank would do as well"
 
 
 def test_a_bias_is_its_requests_own() -> None:
