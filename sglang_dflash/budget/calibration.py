@@ -180,4 +180,5 @@ def survival(chances: torch.Tensor) -> torch.Tensor:
 
 
 def _log_odds(probs: torch.Tensor) -> torch.Tensor:
-    return torch.logit(probs.float(), eps=_PROBABILITY_FLOOR)
+    # One NaN of a draft would stay in what is learnt for good.
+    return torch.logit(probs.float().nan_to_num(nan=0.5), eps=_PROBABILITY_FLOOR)

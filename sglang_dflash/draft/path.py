@@ -72,7 +72,7 @@ class PathProposer:
     def _lattice(self, hidden: torch.Tensor, anchors: torch.Tensor) -> Lattice:
         """Return the candidates of blocks [n, B, H] and their scores."""
         shape = len(hidden), hidden.shape[1] - 1, -1
-        logits, tokens = self._head.best(self._head.logits(hidden), self._top_k)
+        logits, tokens, _ = self._head.best(hidden, self._top_k)
         logits = logits.float() * self._multiplier
         if self._softcap is not None:
             capped = self._softcap * torch.tanh(logits / self._softcap)

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from sglang_dflash.noise import gumbel
+from sglang_dflash.noise import exponential, gumbel
 from sglang_dflash.verify.accept import DraftProbs
 
 __all__ = [
+    "Best",
     "Proposal",
     "RowProposer",
     "Sampling",
@@ -30,6 +31,9 @@ _SUPPORT = 32
 # An unseeded proposal is drawn at this share of the request's temperature: the block's tokens do
 # not see each other, so a draw from the draft's own law is unlikely as a whole (bench/LOG.md).
 _SHARPNESS = 0.7
+
+
+_CHUNK_LOGITS = 1 << 26  # that are made at a time
 
 
 class Proposal(NamedTuple):
@@ -87,6 +91,21 @@ class Sampling(NamedTuple):
     by_rank: torch.Tensor | None = None
 
 
+class Best(NamedTuple):
+    """The most probable tokens of R rows.
+
+    Attributes:
+        scores: [R, count], their logits, best first.
+        tokens: [R, count] int64, vocabulary ids.
+        log_mass: [R, 1] float32, the logarithm of the sum of all exponentials; [R, 0] where nobody
+            asked.
+    """
+
+    scores: torch.Tensor
+    tokens: torch.Tensor
+    log_mass: torch.Tensor
+
+
 @dataclass(frozen=True)
 class VocabularyHead:
     """This rank's shard of the target's output head.
@@ -108,44 +127,55 @@ class VocabularyHead:
 
     def tokens_of(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the vocabulary ids of some of the shard's rows, [...] int64 in and out."""
-        return rows + self.first_token_id if self.token_ids is None else self.token_ids[rows]
+        if self.token_ids is not None:
+            return self.token_ids[rows]
+        return rows + self.first_token_id if self.first_token_id else rows
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return [R, local vocabulary], this rank's logits of the R = n * (B-1) mask rows.
+    def best(self, hidden: torch.Tensor, count: int, *, with_mass: bool = False) -> Best:
+        """Return the `count` largest logits of each mask row over all ranks, and their tokens.
+
+        Rows are done a chunk at a time: their logits in float32 would take gigabytes.
 
         Args:
             hidden: [n, B, H], the draft's output for whole blocks; row 0 (the anchor) predicts
-                nothing.
+                nothing, so that there are R = n * (B-1) rows.
+            count: how many, at most the vocabulary; of equal ones 1 takes the lowest token id.
+            with_mass: whether the logarithm of all exponentials' sum is wanted too.
         """
         rows = hidden[:, 1:].reshape(-1, hidden.shape[-1])
-        return self.project(rows)[:, : self.num_tokens]
+        step = max(1, _CHUNK_LOGITS // self.num_tokens)
+        parts = [self._best(part, count, with_mass=with_mass) for part in rows.split(step)]
+        if len(parts) == 1:
+            own = parts[0]
+        else:
+            scores, tokens, masses = zip(*parts, strict=True)
+            own = Best(torch.cat(scores), torch.cat(tokens), torch.cat(masses))
+        return own if self.gather is None else self._of_all_ranks(own, count, self.gather)
 
-    def best(self, logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the `count` largest logits of each row over all ranks and their tokens.
+    def _best(self, rows: torch.Tensor, count: int, *, with_mass: bool) -> Best:
+        """Return this rank's best of rows [r, H]."""
+        logits = self.project(rows)[:, : self.num_tokens]
+        if count == 1:
+            scores, places = logits.max(dim=-1, keepdim=True)
+        else:
+            scores, places = logits.topk(min(count, self.num_tokens), dim=-1)
+        mass = logits.float().logsumexp(dim=-1, keepdim=True) if with_mass else scores[:, :0]
+        return Best(scores, self.tokens_of(places), mass)
 
-        Args:
-            logits: [R, local vocabulary].
-            count: how many, at most the vocabulary.
-
-        Returns:
-            [R, count] scores and [R, count] int64 token ids, best first.
-        """
-        scores, tokens = logits.topk(min(count, self.num_tokens), dim=-1)
-        tokens = self.tokens_of(tokens)
-        if self.gather is None:
-            return scores, tokens
-        scores = self.gather(scores)
-        scores, order = scores.topk(min(count, scores.shape[1]), dim=-1)
-        return scores, self.gather(tokens).gather(1, order)
-
-    def log_mass(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return [R, 1] float32, the logarithm of the sum of all ranks' exponentials.
-
-        Args:
-            logits: [R, local vocabulary].
-        """
-        mass = logits.float().logsumexp(dim=-1, keepdim=True)
-        return mass if self.gather is None else self.gather(mass).logsumexp(dim=-1, keepdim=True)
+    @staticmethod
+    def _of_all_ranks(
+        own: Best, count: int, gather: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Best:
+        scores, tokens = gather(own.scores), gather(own.tokens)
+        if count == 1:
+            order = scores.argmax(dim=1, keepdim=True)  # the first of equal ones
+            scores = scores.gather(1, order)
+        else:
+            scores, order = scores.topk(min(count, scores.shape[1]), dim=-1)
+        mass = own.log_mass
+        if mass.shape[1]:
+            mass = gather(mass).logsumexp(dim=-1, keepdim=True)
+        return Best(scores, tokens.gather(1, order), mass)
 
 
 class RowProposer:
@@ -192,18 +222,12 @@ def propose_greedy(
     Returns:
         The proposals; ties go to the lowest token id, on any number of ranks.
     """
-    logits = head.logits(hidden)
-    scores, tokens = logits.max(dim=-1, keepdim=True)  # [R, 1]
-    tokens = head.tokens_of(tokens)
-    if head.gather is not None:
-        all_scores = head.gather(scores)
-        best_rank = all_scores.argmax(dim=1, keepdim=True)
-        scores, tokens = (all.gather(1, best_rank) for all in (all_scores, head.gather(tokens)))
     n = hidden.shape[0]
+    best = head.best(hidden, 1, with_mass=with_confidence)
     confidence = None
     if with_confidence:
-        confidence = (scores.float() - head.log_mass(logits)).exp().view(n, -1)
-    return Proposal(tokens.view(n, -1), confidence=confidence)
+        confidence = (best.scores.float() - best.log_mass).exp().view(n, -1)
+    return Proposal(best.tokens.view(n, -1), confidence=confidence)
 
 
 def propose_sampled(
@@ -231,8 +255,7 @@ def propose_sampled(
             target's own whatever is verified.
     """
     n, num_proposals = hidden.shape[0], hidden.shape[1] - 1
-    logits = head.logits(hidden)
-    scores, tokens = head.best(logits, _SUPPORT)
+    scores, tokens, log_mass = head.best(hidden, _SUPPORT, with_mass=with_confidence)
     scores, tokens = scores.view(n, num_proposals, -1), tokens.view(n, num_proposals, -1)
     heat = sampling.temperatures.unsqueeze(2) * (_SHARPNESS if sampling.seeds is None else 1.0)
     probs = torch.softmax(scores.float() / heat, dim=-1)
@@ -242,7 +265,7 @@ def propose_sampled(
     proposals = tokens.gather(2, best).squeeze(2)
     confidence = None
     if with_confidence:
-        each = (scores.float() - head.log_mass(logits).view(n, num_proposals, 1)).exp()
+        each = (scores.float() - log_mass.view(n, num_proposals, 1)).exp()
         if sampling.seeds is None:
             confidence = (probs * each).sum(2)
         else:
@@ -259,13 +282,16 @@ def propose_nothing(n: int, num_proposals: int, device: torch.device | str) -> P
 
 
 def cut_law(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Cut the draft's laws ([n, ..., C], best first) as the requests cut the target's."""
+    """Cut the draft's laws ([n, ..., C], best first) as the requests cut the target's.
+
+    A draft that came to NaN has a law of zeros: its proposal is refused, and the target's drawn.
+    """
     ranks = torch.arange(probs.shape[-1], device=probs.device)
     each = (-1,) + (1,) * (probs.dim() - 1)
     cut = ranks >= sampling.top_ks.view(each)
     cut = cut | (probs.cumsum(-1) - probs > sampling.top_ps.view(each))
     probs = probs.masked_fill(cut, 0.0)
-    return probs / probs.sum(-1, keepdim=True)
+    return (probs / probs.sum(-1, keepdim=True)).nan_to_num(nan=0.0)
 
 
 def candidate_noise(
@@ -282,8 +308,7 @@ def candidate_noise(
         positions: [n, B] int64, the place of each row.
     """
     if sampling.seeds is None:
-        fresh = torch.empty(tokens.shape, dtype=torch.float32, device=tokens.device)
-        return -fresh.exponential_().log_()
+        return -exponential(tokens).log_()
     _, num_proposals, width = tokens.shape
     # The token of mask row j is drawn by the target at row j - 1.
     places = positions[:, :-1].flatten()

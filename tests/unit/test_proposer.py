@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from laws import assert_follows
 from samplings import TOP_K_ALL, sampling
 
+from sglang_dflash.budget.calibration import Calibrator
 from sglang_dflash.budget.late import most_likely_rows
 from sglang_dflash.budget.planner import Limits
 from sglang_dflash.draft.proposer import (
@@ -90,7 +92,7 @@ def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
     weight = torch.randn(12, 4, generator=generator)
     hidden = torch.randn(5, 4, 4, generator=generator)
     whole = VocabularyHead(lambda rows: rows @ weight.T, 12)
-    scores, tokens = whole.best(whole.logits(hidden), 5)
+    scores, tokens, _ = whole.best(hidden, 5)
     rows = hidden[:, 1:].reshape(-1, 4)
     shards = [(rows @ part.T).topk(4, dim=-1) for part in weight.chunk(3)]
     gathered = iter(
@@ -102,7 +104,7 @@ def test_shards_of_a_head_propose_what_the_whole_head_does() -> None:
     head = VocabularyHead(
         lambda rows: rows @ weight.chunk(3)[1].T, 4, 4, gather=lambda _: next(gathered)
     )
-    found_scores, found_tokens = head.best(head.logits(hidden), 5)
+    found_scores, found_tokens, _ = head.best(hidden, 5)
     assert torch.equal(found_tokens, tokens)
     torch.testing.assert_close(found_scores, scores)
 
@@ -118,6 +120,43 @@ def test_confidence_is_the_drafts_probability_of_its_proposals() -> None:
     for proposal in (greedy, drawn):
         expected = law.gather(2, proposal.tokens.unsqueeze(2)).squeeze(2)
         torch.testing.assert_close(proposal.confidence, expected)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_head_in_chunks_says_the_same(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = torch.randn(7, 5, VOCAB, generator=torch.Generator().manual_seed(8))
+    whole = identity_head().best(hidden, count, with_mass=True)
+    most_rows: list[int] = []
+    head = VocabularyHead(lambda rows: most_rows.append(len(rows)) or rows, VOCAB)
+    monkeypatch.setattr("sglang_dflash.draft.proposer._CHUNK_LOGITS", 3 * VOCAB + 1)
+    for one, other in zip(head.best(hidden, count, with_mass=True), whole, strict=True):
+        assert torch.equal(one, other)
+    assert most_rows == [3] * 9 + [1]
+    torch.testing.assert_close(whole.log_mass[:, 0], hidden[:, 1:].flatten(0, 1).logsumexp(1))
+
+
+def test_a_draft_that_came_to_nan_costs_its_proposal_and_no_more() -> None:
+    """Its proposals are refused, and what is drawn instead follows the target alone."""
+    hidden = torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(8))
+    hidden[0, 2, 1] = float("nan")
+    asked = sampling(2)
+    proposal = propose_sampled(
+        hidden, identity_head(), asked, torch.zeros(2, 4).long(), with_confidence=True
+    )
+    assert all(torch.isfinite(each).all() for each in proposal.draft_probs)
+    target = torch.softmax(torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(9)), -1)
+    starts, widths = torch.tensor([0, 4]), torch.tensor([4, 4])
+    uniforms = torch.zeros(2, 3)  # all that can be kept is
+    accepted = accept_block(
+        proposal.tokens, proposal.draft_probs, target.clone(), uniforms, starts, widths
+    )
+    assert accepted.num_accepted.tolist() == [1, 3]
+    torch.testing.assert_close(accepted.last_law[0], target[1])
+    calibrator = Calibrator(4)
+    ones = torch.ones(2, dtype=torch.int64)
+    calibrator.update(proposal.confidence, torch.ones(2, dtype=torch.bool), 4 * ones, 3 * ones)
+    assert torch.isfinite(calibrator.intercepts).all()
+    assert torch.isfinite(calibrator.chances(proposal.confidence, ones.bool())).all()
 
 
 def test_the_confidence_of_unseeded_proposals_does_not_know_what_was_drawn() -> None:
