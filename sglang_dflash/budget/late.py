@@ -24,6 +24,9 @@ from sglang_dflash.verify.rows import Rows
 __all__ = ["Host", "LateWidths", "most_likely_rows"]
 
 
+_LEARN_AFTER = 16  # steps: learning takes a hundred small launches
+
+
 class Host(NamedTuple):
     """How the host hears of the device and of other ranks without waiting for the device.
 
@@ -91,7 +94,7 @@ class LateWidths(WidthPolicy):
     ) -> None:
         self.controller, self.calibrator = controller, calibrator
         self._count = count
-        self._lessons = Lessons(calibrator)
+        self._lessons = Lessons(calibrator, min_steps=_LEARN_AFTER)
         self._host = host
         self._unheard: deque[_Step] = deque()  # the running step is the last
         self._judged: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -123,7 +126,7 @@ class LateWidths(WidthPolicy):
         """
         step, limits = self._unheard[-1], self.controller.limits
         if confidence is None:
-            return [1] * step.facts.num_requests
+            return self.controller.plain_widths(step.facts.num_requests)
         confidence = confidence[:, : limits.widest - 1]  # the draft ran over whole blocks
         self._judged = (confidence, sampled)
         chances = self.calibrator.chances(confidence, sampled)

@@ -107,10 +107,15 @@ class FixedWidth(WidthPolicy):
 
 
 class Lessons:
-    """What a calibrator is to learn: several short steps at once, a long one by itself."""
+    """What a calibrator is to learn: several short steps at once, a long one by itself.
 
-    def __init__(self, calibrator: Calibrator) -> None:
-        self._calibrator = calibrator
+    Args:
+        calibrator: who learns.
+        min_steps: how many at once, at least.
+    """
+
+    def __init__(self, calibrator: Calibrator, *, min_steps: int = 1) -> None:
+        self._calibrator, self._min_steps = calibrator, min_steps
         self._steps: list[tuple[torch.Tensor, ...]] = []  # not yet learnt from
 
     def add(
@@ -131,7 +136,8 @@ class Lessons:
         unseen = rows.block_size - 1 - confidence.shape[1]
         padded = F.pad(confidence, (0, unseen), value=0.5)
         self._steps.append((padded, sampled, rows.widths, num_accepted))
-        if sum(len(each[1]) for each in self._steps) >= LEARN_FROM:
+        enough = sum(len(each[1]) for each in self._steps) >= LEARN_FROM
+        if enough and len(self._steps) >= self._min_steps:
             self._calibrator.update(*map(torch.cat, zip(*self._steps, strict=True)))
             self._steps.clear()
 

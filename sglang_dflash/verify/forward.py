@@ -109,14 +109,15 @@ def _filled(values: torch.Tensor, empty: tuple[int, int]) -> torch.Tensor:
 def _ragged_layout(rows: Rows, size: int, buckets: RowBuckets) -> RaggedVerifyLayout | None:
     """Return SGLang's description of M rows in a forward of `size`.
 
-    None for whole blocks, which graphs by the number of rows want described too.
+    None for whole blocks that have no graph: an eager forward described so would wait for the
+    device. Graphs by the number of rows want whole blocks described too.
 
     Args:
         rows: the M rows.
         size: rows of the forward, M or more.
         buckets: the sizes of the graphs.
     """
-    if rows.are_whole_blocks and not buckets.counts:
+    if rows.are_whole_blocks and (not buckets.counts or len(rows.widths) > buckets.most_requests):
         return None
     make = _layout if rows.known_widths is None else _kept_layout  # the former is new each step
     return make(rows, buckets.layout_size(size))

@@ -23,8 +23,9 @@ from sglang_dflash.budget.cost import CostModel, sweep_points
 from sglang_dflash.budget.late import Host, LateWidths, most_likely_rows
 from sglang_dflash.budget.late_controller import LateController
 from sglang_dflash.budget.planner import Limits
-from sglang_dflash.budget.policy import StepFacts
+from sglang_dflash.budget.policy import Lessons, StepFacts
 from sglang_dflash.verify.buckets import NO_BUCKETS, RowBuckets
+from sglang_dflash.verify.forward import _ragged_layout
 from sglang_dflash.verify.rows import Rows
 
 BLOCK_SIZE, REQUESTS = 4, 8
@@ -260,6 +261,43 @@ def test_a_graph_without_empty_requests_is_filled_or_not_used() -> None:
     assert [buckets.padded(6, rows) for rows in (6, 8, 9, 16, 17)] == [6, 8, 9, 16, 17]
     assert [buckets.padded(7, rows) for rows in (7, 8, 9)] == [7, 8, 9], "no room for seven"
     assert buckets.filled(6, 9, most=24) == 16
+
+
+@given(st.integers(2, 16), st.integers(1, 200), st.integers(1, 8), st.data())
+def test_a_plain_step_has_a_graph_where_its_requests_fit_one(
+    block_size: int, most: int, apart: int, data: Any
+) -> None:
+    captured = sorted({*range(1, most + 1, apart), most})
+    buckets = RowBuckets(tuple(bs * block_size for bs in captured), most)
+    controller = LateController(CostModel(most, block_size), Limits(block_size), buckets)
+    n = data.draw(st.sampled_from([most, data.draw(st.integers(1, most))]))
+    widths = controller.plain_widths(n)
+    assert len(widths) == n
+    assert set(widths) <= set(range(1, block_size + 1))
+    assert widths == [1] * n or n == most
+    size = buckets.padded(n, sum(widths))
+    assert buckets.layout_size(size) == size in buckets.counts
+
+
+def test_whole_blocks_beyond_the_graphs_are_not_described() -> None:
+    """SGLang would plan an eager forward of described rows with a look at the device."""
+    buckets = RowBuckets((8, 16), most_requests=4)
+    for n, described in ((4, True), (5, False)):
+        rows = Rows.of([4] * n, 4, "cpu")
+        assert (_ragged_layout(rows, 4 * n, buckets) is not None) == described
+    assert _ragged_layout(Rows.of([4, 3, 4, 4, 4], 4, "cpu"), 19, buckets) is not None
+
+
+def test_what_is_learnt_waits_for_a_few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    calibrator = Calibrator(BLOCK_SIZE)
+    learnt: list[int] = []
+    monkeypatch.setattr(calibrator, "update", lambda probs, *_: learnt.append(len(probs)))
+    lessons = Lessons(calibrator, min_steps=3)
+    rows = Rows.of([2] * 20, BLOCK_SIZE, "cpu")
+    step = torch.full((20, BLOCK_SIZE - 1), 0.5), torch.zeros(20).bool(), rows, torch.ones(20)
+    for _ in range(7):
+        lessons.add(*step)
+    assert learnt == [60, 60]
 
 
 def test_a_bounded_width_leaves_the_draft_whole() -> None:
