@@ -55,9 +55,12 @@ def gumbel(seed: torch.Tensor, positions: torch.Tensor, col_indices: torch.Tenso
 
 
 def exponential(like: torch.Tensor) -> torch.Tensor:
-    """Return fresh exponential noise, [...] float32 above 0, in the shape of `like`.
+    """Return fresh exponential noise, [...] float32 above 0.
 
     The smallest of exponentials with rates p is that of token i with probability p_i / sum(p).
+
+    Args:
+        like: [...], whose shape and device it has.
     """
     fresh = torch.empty(like.shape, dtype=torch.float32, device=like.device).exponential_()
     return fresh.clamp_min_(torch.finfo(torch.float32).tiny)

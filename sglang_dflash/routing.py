@@ -127,6 +127,7 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         target_vocab_size=target.vocab_size,
         target_num_layers=target.num_layers,
         tp_size=settings.tp_size,
+        has_tokenizer=not settings.skip_tokenizer_init,
     )
     folder = draft_folder(path, settings.speculative_draft_model_revision)
     token_map = token_map_of(folder, settings.speculative_token_map)

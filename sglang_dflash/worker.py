@@ -29,6 +29,7 @@ from sglang.srt.utils.common import async_h2d
 from sglang_dflash import __version__
 from sglang_dflash.budget.policy import StepFacts
 from sglang_dflash.draft.block import Block, BlockBuilder
+from sglang_dflash.draft.checks import with_mask_token
 from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.draft.forward import DraftForward, build_draft_worker
 from sglang_dflash.draft.model import served_draft_config
@@ -72,7 +73,10 @@ class DFlashWorker(BaseSpecWorker):
         config = served_draft_config()
         self._draft_worker = build_draft_worker(server_args, gpu_id, nccl_port, target_worker)
         self._draft = DraftForward(self._draft_worker, target.model, self.block_size)
-        self._mask_token_id = config.mask_token_id
+        vocab_size = target.model_config.vocab_size
+        self._mask_token_id = with_mask_token(
+            config, target_worker.tokenizer, vocab_size
+        ).mask_token_id
         self._log_start(config)
 
     # ---- what the scheduler calls -------------------------------------------------------------

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from sglang_dflash.errors import UnsupportedCheckpoint
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sglang_dflash.draft.config import DraftConfig
 
-__all__ = ["check_block_size", "check_target"]
+__all__ = ["check_block_size", "check_target", "with_mask_token"]
 
 
 def check_target(
@@ -20,15 +23,18 @@ def check_target(
     target_vocab_size: int,
     target_num_layers: int,
     tp_size: int,
+    has_tokenizer: bool = False,
 ) -> None:
     """Refuse a draft that contradicts its target, naming every contradiction at once.
 
     Args:
-        config: The draft; `mask_token_id` resolved.
+        config: The draft.
         target_hidden_size: Channels of the target's hidden states and embeddings.
         target_vocab_size: Rows of the target's embedding.
         target_num_layers: Decoder layers of the target.
         tp_size: Ranks that share the draft's heads.
+        has_tokenizer: Whether a mask token that is not numbered can be looked up
+            (`with_mask_token`).
 
     Raises:
         UnsupportedCheckpoint: with each contradiction and how to mend it.
@@ -36,7 +42,7 @@ def check_target(
     problems = [
         *_size_problems(config, target_hidden_size, target_vocab_size),
         *_layer_problems(config, target_num_layers),
-        *_mask_problems(config, target_vocab_size),
+        *_mask_problems(config, target_vocab_size, has_tokenizer=has_tokenizer),
         *_parallel_problems(config, tp_size),
     ]
     if problems:
@@ -110,8 +116,41 @@ def _layer_problems(config: DraftConfig, num_layers: int) -> list[str]:
     return problems
 
 
-def _mask_problems(config: DraftConfig, vocab_size: int) -> list[str]:
+def with_mask_token(
+    config: DraftConfig, tokenizer: PreTrainedTokenizerBase | None, target_vocab_size: int
+) -> DraftConfig:
+    """Return the draft with its `mask_token_id`: that of `mask_token`, which was added if need be.
+
+    Args:
+        config: The draft.
+        tokenizer: The target's; None where the server runs without.
+        target_vocab_size: Rows of the target's embedding.
+
+    Raises:
+        UnsupportedCheckpoint: it has none, or it lies beyond the embedding.
+
+    Source: z-lab/dflash, whose drafts without a number were trained with a token added at the end
+        of the vocabulary.
+    """
+    if config.mask_token_id is not None:
+        return config
+    number = None
+    if tokenizer is not None:
+        number = tokenizer.get_vocab().get(config.mask_token, len(tokenizer))
+    found = dataclasses.replace(config, mask_token_id=number)
+    if problems := _mask_problems(found, target_vocab_size):
+        raise UnsupportedCheckpoint(
+            f"--speculative-draft-model-path {config.source}: {problems[0]}"
+        )
+    return found
+
+
+def _mask_problems(
+    config: DraftConfig, vocab_size: int, *, has_tokenizer: bool = False
+) -> list[str]:
     if config.mask_token_id is None:
+        if has_tokenizer:
+            return []
         return [
             "mask_token_id is missing: add it to dflash_config, the tokenizer's id of "
             f"{config.mask_token!r} as the draft was trained"

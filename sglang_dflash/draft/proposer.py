@@ -282,9 +282,13 @@ def propose_nothing(n: int, num_proposals: int, device: torch.device | str) -> P
 
 
 def cut_law(probs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Cut the draft's laws ([n, ..., C], best first) as the requests cut the target's.
+    """Cut the draft's laws as the requests cut the target's.
 
     A draft that came to NaN has a law of zeros: its proposal is refused, and the target's drawn.
+
+    Args:
+        probs: [n, ..., C], best first.
+        sampling: of the n requests.
     """
     ranks = torch.arange(probs.shape[-1], device=probs.device)
     each = (-1,) + (1,) * (probs.dim() - 1)

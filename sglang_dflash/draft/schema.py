@@ -50,6 +50,13 @@ _NEUTRAL_KEYS = frozenset(
     tf_legacy_loss tie_encoder_decoder tie_word_embeddings tokenizer_class top_k top_p torchscript
     transformers_version typical_p use_bfloat16 use_cache""".split()  # noqa: SIM905
 )
+# What a draft's config keeps of its target's (gpt-oss, Qwen3-MoE): of experts, which the check of
+# the weights would show, and of the length before a rotary scaling that is stated itself.
+_LEFTOVER_KEYS = frozenset(
+    """decoder_sparse_step experts_per_token initial_context_length mlp_only_layers
+    moe_intermediate_size norm_topk_prob num_experts num_experts_per_tok num_local_experts
+    output_router_logits router_aux_loss_coef swiglu_limit""".split()  # noqa: SIM905
+)
 _OTHER_ARCHITECTURES = {
     "DFlashLagunaForCausalLM": "gates its attention and normalises every captured layer (Laguna)",
     "MuseGlimmerAssistantModel": "numbers the captured layers in its own way (Muse Glimmer)",
@@ -105,7 +112,7 @@ def unsupported_reason(config: dict[str, Any], folder: str | Path | None = None)
         reasons += _key_reasons(nested, "dflash_config.", NESTED_KEYS - unread)
     else:
         reasons.append(f"dflash_config is {nested!r}, expected an object")
-    reasons += _key_reasons(config, "", (_READ_KEYS | _NEUTRAL_KEYS) - unread)
+    reasons += _key_reasons(config, "", (_READ_KEYS | _NEUTRAL_KEYS | _LEFTOVER_KEYS) - unread)
     if config.get("hidden_act", "silu") != "silu":
         reasons.append(f"hidden_act {config['hidden_act']!r} (supported: silu)")
     rope = rope_unsupported_reason(config)

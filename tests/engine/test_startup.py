@@ -99,7 +99,6 @@ def test_every_wrong_weight_is_named(llama_pair: Pair, edited: Edit) -> None:
         ({"vocab_size": 999}, "vocab_size is 999 and the target's is 320"),
         ({"target_layer_ids": [0, 1, 40]}, "40"),
         ({"mask_token_id": 320}, "320"),
-        ({"mask_token_id": None}, "mask_token_id"),
         ({"num_target_layers": 5}, "num_target_layers is 5 and the target has 4"),
     ],
 )
@@ -109,6 +108,13 @@ def test_a_draft_must_fit_its_target(
     with pytest.raises(UnsupportedCheckpoint, match="does not fit --model-path") as refused:
         start(llama_pair, edited(config=config))
     assert words in str(refused.value)
+
+
+def test_a_mask_token_without_a_number_needs_a_tokenizer(llama_pair: Pair, edited: Edit) -> None:
+    draft = edited(config={"mask_token_id": None})
+    start(llama_pair, draft)
+    with pytest.raises(UnsupportedCheckpoint, match="mask_token_id is missing"):
+        start(llama_pair, draft, "--skip-tokenizer-init")
 
 
 def test_a_draft_for_wider_states_is_refused(llama_pair: Pair, smollm2_pair: Pair) -> None:

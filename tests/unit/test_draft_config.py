@@ -11,8 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import sglang_dflash
+from sglang_dflash.draft.checks import with_mask_token
 from sglang_dflash.draft.config import (
     DraftConfig,
     build_target_layer_ids,
@@ -392,6 +396,36 @@ def test_contradiction_with_the_target_is_named(
 ) -> None:
     with pytest.raises(UnsupportedCheckpoint, match=words):
         check_target(read(**changes), **(FITTING | other))
+
+
+def test_a_mask_token_without_a_number_is_looked_up_or_stands_behind_the_vocabulary() -> None:
+    words = {"a": 0, "b": 1, "<|MASK|>": 2}
+    named = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="a")))
+    unnumbered = read(dflash_config={"mask_token_id": ...})
+    assert with_mask_token(unnumbered, named, 10).mask_token_id == 2
+    other = read(dflash_config={"mask_token_id": ..., "mask_token": "[M]"})
+    assert with_mask_token(other, named, 10).mask_token_id == 3
+    assert with_mask_token(read(), named, 10).mask_token_id == 151669
+    with pytest.raises(UnsupportedCheckpoint, match=r"mask_token_id is 3 and .* has 3 rows"):
+        with_mask_token(other, named, 3)
+    with pytest.raises(UnsupportedCheckpoint, match="mask_token_id is missing"):
+        with_mask_token(other, None, 10)
+
+
+def test_the_config_of_gpt_oss_draft_is_read() -> None:
+    """It keeps what a mixture of experts states, and the length before yarn."""
+    yarn = {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }  # fmt: skip
+    kept = {
+        "initial_context_length": 4096, "experts_per_token": 4, "num_experts_per_tok": 4,
+        "num_local_experts": 32, "output_router_logits": False, "router_aux_loss_coef": 0.9,
+        "swiglu_limit": 7.0, "rope_scaling": yarn, "rope_theta": 150000,
+    }  # fmt: skip
+    config = read(**kept)
+    assert config.rope_scaling == yarn
+    assert config.num_layers == 5
 
 
 def test_all_contradictions_are_in_one_message() -> None:
