@@ -158,7 +158,20 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
         check_start(settings, options, target)
         _take_over_adaptive(server_args, settings)
         _ask_for_ragged_graphs(options, target)
+        _warn_of_other_kernels(settings)
     previous(server_args)
+
+
+def _warn_of_other_kernels(settings: Any) -> None:
+    """Say of a GPU what has been seen on CPUs only."""
+    from sglang.srt.platforms import current_platform
+
+    if settings.enable_deterministic_inference and not current_platform.is_out_of_tree():
+        logger.warning(
+            "--enable-deterministic-inference: a verified block goes through another attention "
+            "kernel than plain decoding's row. That DFLASH's texts equal plain decoding's token "
+            "for token has been tested on CPUs; on this device compare before you rely on it."
+        )
 
 
 def _refuse_simulation() -> None:

@@ -231,6 +231,7 @@ SEAMS: tuple[Seam, ...] = (
         ),
     ),
     Seam(_SRT + "models.registry.ModelRegistry.models"),
+    Seam(_SRT + "models.utils.apply_qk_norm", ("q", "k", "q_norm", "k_norm", "head_dim")),
     Seam(
         _SPEC + "dflash_info.DFlashVerifyInput",
         (

@@ -79,3 +79,11 @@ def test_only_our_worker_that_plans_on_the_device_verifies_ragged(
     monkeypatch.setattr(plugin._Process, "ragged_graphs", True)
     found = [plugin._verifies_ragged(lambda _: False, each) for each in (dflash, other)]
     assert found == [True, False]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_gpu_says_what_has_been_seen_on_cpus_only(
+    deterministic: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    plugin._warn_of_other_kernels(SimpleNamespace(enable_deterministic_inference=deterministic))
+    assert ("tested on CPUs" in caplog.text) == deterministic
