@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from itertools import chain
 
 import torch
 from sglang.srt.layers.dp_attention import get_dp_tp_group
@@ -24,7 +23,6 @@ from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
-from sglang.srt.utils.common import async_h2d
 
 from sglang_dflash import __version__
 from sglang_dflash.budget.policy import StepFacts
@@ -43,6 +41,7 @@ from sglang_dflash.verify.first_rank import FirstRank
 from sglang_dflash.verify.forward import verify_block
 from sglang_dflash.verify.graphs import host_waits, row_buckets
 from sglang_dflash.verify.rows import Rows
+from sglang_dflash.verify.transfer import to_device
 
 __all__ = ["DFlashWorker"]
 
@@ -296,5 +295,5 @@ def _prompt_positions(batch: ScheduleBatch, device: torch.device | str) -> torch
     Made of what the host knows: reading lengths from the device would wait for the prefill.
     """
     spans = zip(batch.prefix_lens, batch.extend_lens, strict=True)
-    positions = [range(start, start + length) for start, length in spans]
-    return async_h2d(list(chain.from_iterable(positions)), dtype=torch.int64, device=device)
+    positions = [torch.arange(start, start + length) for start, length in spans]
+    return to_device(torch.cat(positions), device)
