@@ -19,6 +19,7 @@ from bench.strict import build
 from sglang_dflash.strict import plain
 
 CONFIGS = sorted((Path(__file__).parents[2] / "bench/configs").glob("*.yaml"))
+ON_GPUS = [path for path in CONFIGS if path.stem.startswith("b200-")]
 MakeRecipe = Callable[..., Path]
 
 
@@ -96,6 +97,17 @@ def test_sglang_parses_every_server_of_the_recipes(path: Path) -> None:
     # A ratio needs repeats for its spread; greedy acceptance is the same in each of them.
     assert recipe.load.repeats >= (3 if len(recipe.engines) > 1 else 1)
     assert total_seconds(recipe, make_plan(recipe)) > 60
+
+
+@pytest.mark.parametrize("path", ON_GPUS, ids=lambda path: path.stem)
+def test_a_published_draft_may_state_a_shorter_context_than_its_target(path: Path) -> None:
+    """SGLang ends such a server when the target is loaded already."""
+    recipe = load_recipe(path)
+    models = {"target": "t", **dict.fromkeys(recipe.models, "m")}
+    for engine in recipe.engines:
+        if "--speculative-draft-model-path" in engine.args:
+            env = command_of(recipe, engine, models, 1).env
+            assert env["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] == "1", engine.name
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
