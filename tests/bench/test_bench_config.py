@@ -119,6 +119,9 @@ def test_published_rows_belong_to_what_is_measured(path: Path) -> None:
             assert recipe.engine(row.engine).is_sglang
             assert row.dataset in datasets
             assert set(row.tokens_per_s) | set(row.speedup) <= set(recipe.load.concurrency)
+            engine = recipe.engine(row.engine)
+            if "DFLASH" in engine.args:  # the paper verifies every row of a block
+                assert engine.env["SGLANG_DFLASH_BUDGET"] == "fixed"
 
 
 def test_the_b200_recipes_have_published_numbers() -> None:
