@@ -81,7 +81,8 @@ class RunFolder:
                 f"{path} was measured with another recipe; different: {', '.join(changed)}. "
                 "Give the recipe it was started with (and --quick as then)"
             )
-        again = {name: manifest[name] for name in ("started", "git", "versions", "machine")}
+        parts = ("started", "git", "versions", "machine", "weights")
+        again = {name: manifest[name] for name in parts}
         write_atomically(
             path / "manifest.json", _pretty({**old, "resumed": [*old.get("resumed", []), again]})
         )

@@ -16,8 +16,9 @@ import psutil
 __all__ = ["describe_machine", "git_state", "shareable", "versions"]
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("sglang-dflash", "sglang", "torch", "transformers", "triton", "flashinfer-python",
-            "sgl-kernel", "numpy", "matplotlib")  # fmt: skip
+# SGLang's kernels were called sgl-kernel before they were called sglang-kernel.
+PACKAGES = ("sglang-dflash", "sglang", "torch", "transformers", "triton", "sglang-kernel",
+            "sgl-kernel", "flashinfer-python", "flash-attn-4", "numpy", "matplotlib")  # fmt: skip
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "GOMP_CPU_AFFINITY")
 GPU_FIELDS = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm")
 

@@ -21,13 +21,15 @@ from bench.commands import check_arguments, command_of, engine_options, models_o
 from bench.config import Engine, Recipe
 from bench.errors import BenchError, ServerDied
 from bench.folder import write_atomically
-from bench.machine import describe_machine, git_state, versions
+from bench.machine import shareable
+from bench.manifest import describe_run
 from bench.plan import Level, Point
 from bench.promptsets import PromptSets
 from bench.summary import spread
 from bench.tables import Table, as_markdown
+from sglang_dflash.strict import plain
 
-__all__ = ["run_offline", "tabulate"]
+__all__ = ["describe_offline", "run_offline", "tabulate"]
 
 LOG_TAIL_LINES = 30
 Batches = dict[str, list[list[int]]]
@@ -56,17 +58,23 @@ def run_offline(recipe: Recipe, folder: Path, out: Path | None) -> str:
         spec.name: prompts.of(Point("", spec.name, Level(), 0), spec.rows)
         for spec in recipe.datasets
     }
+    record = {} if out is None else describe_offline(recipe, models, prompts)
     runs: list[dict[str, Any]] = []
     for engine in tqdm(engines, desc="engines"):
         runs += _measure(recipe, engine, models, batches)
     if out is not None:
-        record = {
-            "machine": describe_machine(), "git": git_state(), "versions": versions(),
-            "datasets": prompts.manifest(), "max_new_tokens": recipe.load.max_new_tokens,
-            "runs": runs,
-        }  # fmt: skip
-        write_atomically(out, json.dumps(record, indent=1) + "\n")
+        write_atomically(out, json.dumps({**record, "runs": runs}, indent=1) + "\n")
     return tabulate(runs, recipe.baseline)
+
+
+def describe_offline(recipe: Recipe, models: dict[str, str], prompts: PromptSets) -> dict[str, Any]:
+    """Return a record without its runs: all that is needed to repeat them."""
+    options = {e.name: engine_options(recipe, e, models) for e in recipe.engines if e.is_sglang}
+    return {
+        **describe_run(models, prompts),
+        "options": json.loads(shareable(json.dumps(options))),
+        "recipe": plain(recipe),
+    }
 
 
 def tabulate(runs: list[dict[str, Any]], baseline: str) -> str:

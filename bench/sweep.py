@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,8 @@ from bench.config import Recipe
 from bench.errors import BenchError, ServerDied
 from bench.folder import RunFolder
 from bench.load import Target, flush_cache, run_load
-from bench.machine import describe_machine, git_state, shareable, versions
+from bench.machine import shareable
+from bench.manifest import describe_run, now
 from bench.measures import measure
 from bench.plan import (
     Level,
@@ -187,7 +187,7 @@ class _Sweep:
             memory_bytes=memory,
             memory_kind=kind,
             has_text=self.prompts.has_text(point.dataset),
-            finished=_now(),
+            finished=now(),
             requests=tuple(requests),
         )
 
@@ -211,12 +211,7 @@ def _manifest(recipe: Recipe, models: dict[str, str], prompts: PromptSets) -> di
         engine.name: shareable(str(command_of(recipe, engine, models, 0)))
         for engine in recipe.engines
     }
-    return {
-        "started": _now(), "git": git_state(), "versions": versions(),
-        "machine": describe_machine(), "commands": commands, "seed": recipe.load.seed,
-        "models": {name: shareable(place) for name, place in models.items()},
-        "datasets": prompts.manifest(),
-    }  # fmt: skip
+    return {**describe_run(models, prompts), "commands": commands, "seed": recipe.load.seed}
 
 
 def _line(record: PointRecord) -> str:
@@ -225,7 +220,3 @@ def _line(record: PointRecord) -> str:
     tau = f", tau {1 + found['accepted'] / found['steps']:.2f}" if found["steps"] else ""
     errors = f", {found['errors']} ERRORS" if found["errors"] else ""
     return f"{record.point.key:<40} {rate}{tau}{errors}"
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -100,6 +100,9 @@ def test_an_offline_job(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     recipe.write_text(yaml.safe_dump(data))
     assert main(["offline", str(recipe), "--out", str(record)]) == 0
     assert "| gsm8k | dflash |" in capsys.readouterr().out
-    plain, dflash = json.loads(record.read_text())["runs"]
+    written = json.loads(record.read_text())
+    assert written["weights"]["draft"]["sha256"]["model.safetensors"]
+    assert written["options"]["dflash"]["speculative_num_draft_tokens"] == 8
+    plain, dflash = written["runs"]
     assert plain["tokens"] == dflash["tokens"] == 4 * 8
     assert plain["steps"] == 0 < dflash["steps"]

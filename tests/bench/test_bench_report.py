@@ -26,7 +26,7 @@ from bench.tables import as_markdown, published_tables, result_tables
 MakeRun = Callable[..., RunFolder]
 PICTURES = ("throughput", "speedup", "tau", "positions", "widths", "ttft", "tpot")
 DATASETS = {"datasets": {"gsm8k": {"sha256": "1"}}}
-AGAIN = {"started": "later", "git": {}, "versions": {}, "machine": {}, **DATASETS}
+AGAIN = {"started": "later", "git": {}, "versions": {}, "machine": {}, "weights": {}, **DATASETS}
 
 
 class Page(HTMLParser):

@@ -61,6 +61,8 @@ def test_a_sweep_measures_all_points(
     run = tmp_path / "run"
     assert main(["sweep", str(recipe), "--out", str(run)]) == 0
     assert all((run / name).is_file() for name in VIEWS)
+    manifest = json.loads((run / "manifest.json").read_text())
+    assert manifest["weights"] == {"target": {"sha256": {}}}  # a tokenizer alone
     assert len(point_files(run)) == 8
     lines = [json.loads(line) for line in (run / "raw.jsonl").read_text().splitlines()]
     assert len(lines) == 8 * 4
