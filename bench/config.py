@@ -98,10 +98,10 @@ class Load:
         rate_seconds: An open-loop point has arrivals for about so long.
         max_new_tokens: Longest answer.
         ignore_eos: Every answer has the length it was asked for, so that engines do equal work.
-        random_range_ratio: A sweep's lengths are drawn from this share of `max_new_tokens` up to
-            all of it, the same for every engine (`sglang.bench_serving` has the name and the
-            meaning). At 1 the requests of a plain server end together and share their prefills for
-            ever, as no traffic does; those of one that speculates fall out of step at once.
+        random_range_ratio: Lengths are drawn from this share of `max_new_tokens` up to all of it,
+            the same for every engine (`sglang.bench_serving` has the name and the meaning).
+            At 1 the requests of a plain server end together and share their prefills for ever, as
+            no traffic does; those of one that speculates fall out of step at once.
         temperature: 0 is greedy.
         sampling: Further sampling parameters, as the server's API names them.
         chat_template: Further arguments of the chat template, as `enable_thinking`.

@@ -23,13 +23,13 @@ from bench.errors import BenchError, ServerDied
 from bench.folder import write_atomically
 from bench.machine import shareable
 from bench.manifest import describe_run
-from bench.plan import Level, Point
+from bench.plan import Level, Point, answer_lengths
 from bench.promptsets import PromptSets
 from bench.summary import spread
 from bench.tables import Table, as_markdown
 from sglang_dflash.strict import plain
 
-__all__ = ["describe_offline", "run_offline", "tabulate"]
+__all__ = ["describe_offline", "job_of", "run_offline", "tabulate"]
 
 LOG_TAIL_LINES = 30
 Batches = dict[str, list[list[int]]]
@@ -77,6 +77,25 @@ def describe_offline(recipe: Recipe, models: dict[str, str], prompts: PromptSets
     }
 
 
+def job_of(
+    recipe: Recipe, engine: Engine, models: dict[str, str], batches: Batches
+) -> dict[str, Any]:
+    """Return what `offline_child` is told; every engine's answers have the same lengths."""
+    load = recipe.load
+    return {
+        "options": engine_options(recipe, engine, models),
+        "sampling": {"temperature": load.temperature, "ignore_eos": load.ignore_eos,
+                     **load.sampling},
+        "warmup_tokens": load.warmup_tokens,
+        "batches": batches,
+        # by repeat and dataset
+        "lengths": [
+            {name: answer_lengths(load, len(batch), repeat) for name, batch in batches.items()}
+            for repeat in range(load.repeats)
+        ],
+    }  # fmt: skip
+
+
 def tabulate(runs: list[dict[str, Any]], baseline: str) -> str:
     """Return one row per dataset and engine: tokens/s, speed-up within a repeat, tau."""
     cells: dict[tuple[str, str], dict[int, dict[str, Any]]] = {}
@@ -109,15 +128,7 @@ def _measure(
     recipe: Recipe, engine: Engine, models: dict[str, str], batches: Batches
 ) -> list[dict[str, Any]]:
     """Return one record per repeat and dataset; the first batch of each is a warm-up."""
-    load = recipe.load
-    job = {
-        "options": engine_options(recipe, engine, models),
-        "sampling": {"temperature": load.temperature, "ignore_eos": load.ignore_eos,
-                     "max_new_tokens": load.max_new_tokens, **load.sampling},
-        "warmup_tokens": load.warmup_tokens,
-        "repeats": load.repeats,
-        "batches": batches,
-    }  # fmt: skip
+    job = job_of(recipe, engine, models, batches)
     environment = {**os.environ, **command_of(recipe, engine, models, 0).env}
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as log:
         done = subprocess.run(

@@ -7,32 +7,45 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["main"]
+__all__ = ["main", "measured"]
 
 
 def main() -> None:
-    """Start the engine, warm up, measure every batch `repeats` times."""
+    """Start the engine and do the job."""
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # SGLang prints; the replies must stay alone
     job = json.load(sys.stdin)
     import sglang
 
     engine = sglang.Engine(**job["options"])
-    short = {**job["sampling"], "max_new_tokens": job["warmup_tokens"]}
-    for batch in job["batches"].values():
-        engine.generate(input_ids=batch, sampling_params=short)
-    for repeat in range(job["repeats"]):
-        for dataset, batch in job["batches"].items():
-            engine.flush_cache()
-            found = _measured(engine, batch, job["sampling"])
-            print(json.dumps({"dataset": dataset, "repeat": repeat, **found}), file=replies)
+    for reply in measured(engine, job):
+        print(json.dumps(reply), file=replies)
     replies.flush()
     engine.shutdown()
 
 
-def _measured(engine: Any, batch: list[list[int]], sampling: dict[str, Any]) -> dict[str, Any]:
+def measured(engine: Any, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Warm up, then yield what each batch gave in each repeat.
+
+    Args:
+        engine: An `sgl.Engine`.
+        job: As `bench.offline.job_of` makes it.
+    """
+    short = {**job["sampling"], "max_new_tokens": job["warmup_tokens"]}
+    for batch in job["batches"].values():
+        engine.generate(input_ids=batch, sampling_params=short)
+    for repeat, lengths in enumerate(job["lengths"]):
+        for dataset, batch in job["batches"].items():
+            engine.flush_cache()
+            sampling = [{**job["sampling"], "max_new_tokens": n} for n in lengths[dataset]]
+            found = _batch(engine, batch, sampling)
+            yield {"dataset": dataset, "repeat": repeat, **found}
+
+
+def _batch(engine: Any, batch: list[list[int]], sampling: list[dict[str, Any]]) -> dict[str, Any]:
     start = time.perf_counter()
     outputs = engine.generate(input_ids=batch, sampling_params=sampling)
     seconds = time.perf_counter() - start

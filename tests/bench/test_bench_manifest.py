@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What records say of versions, weights and settings."""
+"""What records say of versions, weights and settings, and that offline jobs ask what they say."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 import pytest
@@ -17,7 +19,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from bench.config import Recipe, load_recipe
 from bench.machine import versions
 from bench.manifest import weights_of
-from bench.offline import describe_offline
+from bench.offline import describe_offline, job_of
+from bench.offline_child import measured
 from bench.promptsets import PromptSets
 from bench.strict import build
 
@@ -85,3 +88,47 @@ def test_an_offline_record_says_what_was_run(
     assert record["weights"]["draft"] == {"commit": "0123abc"}
     assert record["options"]["dflash"]["speculative_draft_model_path"] == "someone/a-draft"
     assert {"started", "git", "versions", "machine", "datasets"} <= set(record)
+
+
+class Recorder:
+    """As much of an engine as a job asks; keeps how long each answer was to be."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[int]] = []
+
+    def generate(
+        self, input_ids: list[list[int]], sampling_params: dict[str, Any] | list[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        if isinstance(sampling_params, dict):
+            sampling_params = [sampling_params] * len(input_ids)
+        assert all(each["top_p"] == 0.9 for each in sampling_params)
+        lengths = [each["max_new_tokens"] for each in sampling_params]
+        self.asked.append(lengths)
+        return [{"meta_info": {"completion_tokens": n}} for n in lengths]
+
+    def flush_cache(self) -> None:
+        """Do nothing."""
+
+
+def test_offline_answers_have_unequal_lengths_the_same_for_every_engine(recipe: Recipe) -> None:
+    models = {"target": "t", "draft": "d"}
+    batches = {"words": [[1]] * 50}
+    asked = []
+    for engine in recipe.engines:
+        recorder = Recorder()
+        replies = list(measured(recorder, job_of(recipe, engine, models, batches)))
+        assert [reply["repeat"] for reply in replies] == [0, 1]
+        assert [reply["tokens"] for reply in replies] == [sum(n) for n in recorder.asked[1:]]
+        asked.append(recorder.asked)
+    warmup, first, second = asked[0]
+    assert asked[0] == asked[1]
+    assert set(warmup) == {3}
+    assert (min(first), max(first)) == (min(second), max(second)) == (8, 16)
+    assert first != second
+
+
+def test_offline_answers_are_of_one_length_where_the_recipe_says_no_more(recipe: Recipe) -> None:
+    load = dataclasses.replace(recipe.load, random_range_ratio=1.0)
+    same = dataclasses.replace(recipe, load=load)
+    job = job_of(same, same.engine("plain"), {"target": "t"}, {"a": [[1]] * 3})
+    assert job["lengths"] == [{"a": [16] * 3}] * 2
