@@ -26,7 +26,8 @@ Records = dict[int, PointRecord]  # by repeat
 def summarise(recipe: Recipe, records: Sequence[PointRecord]) -> list[dict[str, Any]]:
     """Return the points of `summary.json`, in the recipe's order.
 
-    Every speed-up is a ratio within one repeat, over the baseline at the same dataset and level.
+    Every speed-up is a ratio within one repeat, over the baseline at the same dataset and level;
+    its `repeats` say of which ones its `values` are.
     Points without a finished measurement are left out.
     """
     by_cell: dict[tuple[str, str, Level], Records] = {}
@@ -83,12 +84,13 @@ def _point(own: Records, base: Records, *, greedy: bool) -> dict[str, Any]:
     }  # fmt: skip
     for name in SCALARS:
         result[name] = spread(_found(measured, name))
-    ratios = [
-        measured[repeat]["output_tokens_per_s"] / found["output_tokens_per_s"]
-        for repeat, found in of_base.items()
+    ratios = {
+        repeat: measured[repeat]["output_tokens_per_s"] / found["output_tokens_per_s"]
+        for repeat, found in sorted(of_base.items())
         if found.get("output_tokens_per_s") and measured[repeat].get("output_tokens_per_s")
-    ]
-    result["speedup"] = spread(ratios)
+    }
+    speedup = spread(list(ratios.values()))
+    result["speedup"] = speedup and {**speedup, "repeats": list(ratios)}
     for name in LATENCIES:
         found = _found(measured, name)
         keys = found[0] if found else ()

@@ -123,25 +123,41 @@ def _load(point: dict[str, Any]) -> tuple[float, ...]:
 
 def _overall(run: StoredRun, runs: list[StoredRun]) -> Table:
     """Return, by load and engine, the geometric mean of the speed-ups over the datasets."""
-    speedups: dict[tuple[float, ...], dict[str, list[list[float]]]] = {}
-    names: dict[tuple[float, ...], str] = {}
-    for point in run.points:
-        names[_load(point)] = load_name(point)
-        if point["speedup"] is not None and point["engine"] != run.recipe.baseline:
-            by_engine = speedups.setdefault(_load(point), {})
-            by_engine.setdefault(point["engine"], []).append(point["speedup"]["values"])
+    found = {
+        (_load(point), point["engine"], point["dataset"]): _by_repeat(run, point["speedup"])
+        for point in run.points
+    }
     engines = [engine.name for engine in run.recipe.engines if engine.name != run.recipe.baseline]
+    kinds = [spec.name for spec in run.recipe.datasets]
     rows = []
-    for load, by_engine in sorted(speedups.items()):
-        # One value a repeat: of those that every dataset has.
-        means = {
-            engine: [statistics.geometric_mean(each) for each in zip(*values, strict=False)]
-            for engine, values in by_engine.items()
-        }
-        cells = (_speedup(extent(means[e])) if means.get(e) else "-" for e in engines)
-        rows.append((names[load], *cells))
+    for load, name in sorted({_load(point): load_name(point) for point in run.points}.items()):
+        cells = (
+            _speedup(_over_kinds([found.get((load, engine, kind), {}) for kind in kinds]))
+            for engine in engines
+        )
+        rows.append((name, *cells))
     title = f"Speed-up over {run.recipe.baseline}, geometric mean over the kinds of prompt"
     return Table(title if len(runs) == 1 else f"{title}: {run.name}", ("load", *engines), rows)
+
+
+def _by_repeat(run: StoredRun, speedup: dict[str, Any] | None) -> dict[int, float]:
+    """Return a point's speed-ups by repeat."""
+    if speedup is None:
+        return {}
+    values = speedup["values"]
+    # Older summaries do not say which repeats they have: known where none is missing.
+    whole = range(run.recipe.load.repeats) if len(values) == run.recipe.load.repeats else ()
+    return dict(zip(speedup.get("repeats", whole), values, strict=False))
+
+
+def _over_kinds(columns: list[dict[int, float]]) -> dict[str, float] | None:
+    """Return mean and range over the repeats that all kinds of prompt have; None without one.
+
+    A mean over fewer kinds would stand beside one over all as if it were of the same prompts.
+    """
+    common = sorted(set(columns[0]).intersection(*columns[1:]))
+    means = [statistics.geometric_mean(column[repeat] for column in columns) for repeat in common]
+    return extent(means) if means else None
 
 
 def _rates(engine: str, point: dict[str, Any]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bench.cli import main
-from bench.config import Published, PublishedRow, Recipe
+from bench.config import DatasetSpec, Published, PublishedRow, Recipe
 from bench.errors import BenchError
 from bench.folder import RunFolder, StoredRun
 from bench.plan import Point
@@ -61,6 +61,16 @@ def slower(factor: float) -> Callable[[PointRecord], PointRecord]:
         return dataclasses.replace(record, requests=stretched)
 
     return change
+
+
+def with_more(recipe: Recipe) -> Recipe:
+    """Return the recipe with a second kind of prompt."""
+    return dataclasses.replace(recipe, datasets=(*recipe.datasets, DatasetSpec("more")))
+
+
+def as_more(record: PointRecord) -> PointRecord:
+    """Return the point as one of the second kind."""
+    return dataclasses.replace(record, point=record.point._replace(dataset="more"))
 
 
 def test_a_stored_point_is_read_back(recorded_points: list[PointRecord]) -> None:
@@ -133,6 +143,7 @@ def test_the_speed_ups_of_all_kinds_stand_first(make_run: MakeRun) -> None:
         values = [4 * value for value in point["speedup"]["values"]]
         again.append({**point, "dataset": "more", "speedup": spread(values)})
     run.points += again
+    run.recipe = with_more(run.recipe)
     whole = result_tables([run])[0]
     assert whole.header == ("load", "dflash")
     (ratios,) = [
@@ -142,6 +153,49 @@ def test_the_speed_ups_of_all_kinds_stand_first(make_run: MakeRun) -> None:
     ]
     low, high = 2 * min(ratios), 2 * max(ratios)  # sqrt(r * 4 r)
     assert whole.rows[0] == ("1", f"{(low + high) / 2:.2f} ({low:.2f}-{high:.2f})")
+
+
+def test_a_mean_over_the_kinds_pairs_equal_repeats(
+    recorded_recipe: Recipe, recorded_points: list[PointRecord], tmp_path: Path
+) -> None:
+    """The first repeat of one kind has failed: that of the other has no partner."""
+
+    def overall(name: str, lost: Callable[[Point], bool]) -> tuple[list[StoredRun], list[str]]:
+        folder = RunFolder.create(tmp_path / name, with_more(recorded_recipe), AGAIN)
+        more = [slower(1 + 0.5 * r.point.repeat)(as_more(r)) for r in recorded_points]
+        for record in [*recorded_points, *more]:
+            if record.point.engine == "plain" or not lost(record.point):
+                folder.write_point(record)
+        folder.write_data()
+        run = StoredRun(folder.path)
+        return [run], [row[1] for row in result_tables([run])[0].rows]
+
+    (whole,), cells = overall("whole", lambda point: False)
+    first, second = (
+        point["speedup"]["values"]
+        for point in whole.points
+        if point["engine"] == "dflash" and point["concurrency"] == 1
+    )
+    assert "-" not in cells
+    paired = (first[1] * second[1]) ** 0.5
+    _, cells = overall("failed", lambda p: (p.dataset, p.repeat) == ("gsm8k", 0))
+    assert cells[0] == f"{paired:.2f} ({paired:.2f}-{paired:.2f})"
+    _, cells = overall("crossed", lambda p: p.repeat == (p.dataset == "more"))
+    assert set(cells) == {"-"}
+    _, cells = overall("one kind", lambda p: p.dataset == "more" and p.level.concurrency == 1)
+    assert cells[0] == "-" != cells[1]
+
+
+def test_an_older_summary_without_a_repeat_gives_no_mean(make_run: MakeRun) -> None:
+    """It does not say which repeat is missing."""
+    run = StoredRun(make_run("run").path)
+    run.recipe = with_more(run.recipe)
+    run.points += [{**point, "dataset": "more"} for point in json.loads(json.dumps(run.points))]
+    for point in run.points:
+        del point["speedup"]["repeats"]
+    assert [row[1] for row in result_tables([run])[0].rows].count("-") == 0
+    run.points[1]["speedup"]["values"].pop()
+    assert [row[1] for row in result_tables([run])[0].rows].count("-") == 1
 
 
 def test_a_report_says_what_was_asked(make_run: MakeRun) -> None:
