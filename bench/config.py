@@ -153,8 +153,8 @@ class Servers:
     Attributes:
         args: Arguments of every SGLang server, before the engine's own.
         env: Environment variables of every server.
-        together: All alive at once and measured A B A B; else one at a time, the order turning
-            with each repeat (a GPU that holds one model).
+        together: All alive at once and measured in turn at each point; else one at a time, each
+            repeat in the reverse order (a GPU that holds one model).
         start_timeout_s: A server that does not answer by then has failed.
         port: Of the first server, the next has the next; None for free ones.
     """

@@ -54,9 +54,9 @@ def levels_of(load: Load) -> list[Level]:
 def make_plan(recipe: Recipe) -> list[Stage]:
     """Return the stages.
 
-    Servers that live together are measured in turn at each point (A B, then B A, ...), so that a
-    drift of the machine meets all of them. Otherwise each repeat starts every engine once, in an
-    order that turns.
+    Servers that live together are measured in turn at each point (A B C, then B C A, ...), so that
+    a drift of the machine meets all of them. Otherwise each repeat starts every engine once, in
+    the reverse of the order before.
     """
     names = [engine.name for engine in recipe.engines]
     cells = [(d.name, level) for d in recipe.datasets for level in levels_of(recipe.load)]
