@@ -306,6 +306,7 @@ def _target(server_args: Any) -> Any:
     """Return what a draft must fit, as `sglang_dflash.routing.Target`."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.environ import envs
 
     from sglang_dflash.routing import Target
 
@@ -317,6 +318,7 @@ def _target(server_args: Any) -> Any:
         context_length=server_args.context_length or config.context_len,
         has_recurrent_state=mambaish_config(config) is not None,
         has_mrope=config.model_is_mrope,
+        outgrows_draft=envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN.get(),
     )
 
 

@@ -32,6 +32,7 @@ class Target(NamedTuple):
         context_length: tokens that it is served with.
         has_recurrent_state: whether it keeps state beside K/V (Mamba, GDN, ...).
         has_mrope: whether positions have several axes, as in models that see pictures.
+        outgrows_draft: whether the user lets the context be longer than the draft was made for.
     """
 
     hidden_size: int
@@ -40,6 +41,7 @@ class Target(NamedTuple):
     context_length: int
     has_recurrent_state: bool
     has_mrope: bool = False
+    outgrows_draft: bool = False
 
 
 def upstream_reason(settings: Any, options: Options, target: Target) -> str | None:
@@ -101,7 +103,7 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
             back end that cannot take tokens back, one of the plugin's own that the block size
             forbids, or a token map of another model.
         UnsupportedCheckpoint: the path holds no draft that agrees with its own config and with the
-            target, or the block size is impossible.
+            target, the draft is made for a shorter context, or the block size is impossible.
     """
     _refuse_options(settings, options)
     path = settings.speculative_draft_model_path
@@ -120,6 +122,13 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
             f"--speculative-num-draft-tokens {block_size}: each request reserves two blocks, which "
             f"a context of {target.context_length} tokens cannot hold. Use fewer than "
             f"{target.context_length // 2}; the draft was trained at {config.block_size}."
+        )
+    if target.context_length > config.context_length and not target.outgrows_draft:
+        raise UnsupportedCheckpoint(
+            f"{_DRAFT_PATH} {path} was made for {config.context_length} positions, and the target "
+            f"is served with a context of {target.context_length}. Serve it with --context-length "
+            f"{config.context_length}, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1: answers "
+            "stay exact, and beyond that length fewer proposals may be accepted."
         )
     check_target(
         config,

@@ -49,6 +49,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_SRT + "arg_groups.model_override_base.resolving_view", ("server_args",)),
     Seam(_SRT + "arg_groups.overrides.declare_resolution", ("server_args", "source")),
     Seam(_SRT + "environ.envs.SGLANG_SIMULATE_ACC_LEN"),
+    Seam(_SRT + "environ.envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"),
     Seam(_SRT + "configs.hybrid_arch.mambaish_config", ("model_config",)),
     Seam(_SPEC + "spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args")),
     Seam(_SPEC + "dflash_utils.validate_dflash_request", ("req", "enable_overlap")),

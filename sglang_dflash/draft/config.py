@@ -115,6 +115,13 @@ class DraftConfig:
         """K, the number of captured target layers."""
         return len(self.target_layer_ids)
 
+    @property
+    def context_length(self) -> int:
+        """Positions that it is made for, as SGLang counts them: a linear scaling has more."""
+        scaling = self.rope_scaling or {}
+        is_linear = scaling.get("rope_type") == "linear"
+        return int(self.max_position_embeddings * (scaling["factor"] if is_linear else 1))
+
     @classmethod
     def from_dict(cls, config: dict[str, Any], *, source: str) -> DraftConfig:
         """Return the configuration that a parsed config.json states.

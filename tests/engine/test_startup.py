@@ -117,6 +117,17 @@ def test_a_mask_token_without_a_number_needs_a_tokenizer(llama_pair: Pair, edite
         start(llama_pair, draft, "--skip-tokenizer-init")
 
 
+def test_a_draft_for_a_shorter_context_is_named_before_the_target_loads(
+    llama_pair: Pair, edited: Edit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = edited(config={"max_position_embeddings": 128})
+    with pytest.raises(UnsupportedCheckpoint, match=r"made for 128 positions, .* 256") as refused:
+        start(llama_pair, draft, "--context-length", "256")
+    assert "--context-length 128" in str(refused.value)
+    monkeypatch.setenv("SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN", "1")
+    start(llama_pair, draft, "--context-length", "256")
+
+
 def test_a_draft_for_wider_states_is_refused(llama_pair: Pair, smollm2_pair: Pair) -> None:
     with pytest.raises(UnsupportedCheckpoint, match="hidden_size is 576 and the target's is 64"):
         start(llama_pair, smollm2_pair.draft)
