@@ -13,17 +13,22 @@ from sglang_dflash.budget.pacing import Pacing
 
 __all__ = ["CONFIG_FLAG", "Options"]
 
-WorkerChoice = Literal["plugin", "upstream"]
+WorkerChoice = Literal["auto", "plugin", "upstream"]
 BudgetChoice = Literal["auto", "measured", "fixed"]
 
 CONFIG_FLAG = "--speculative-adaptive-config"
 
 _MEANINGS = {
-    "plugin": "serves DFLASH with sglang-dflash",
-    "upstream": "with SGLang's own worker",
-    "auto": "is 'measured' on a CPU, 'fixed' elsewhere",
-    "measured": "verifies the rows that pay by measured step times",
-    "fixed": "whole blocks whatever they cost",
+    "worker": {
+        "auto": "is 'plugin' where it can, 'upstream' elsewhere",
+        "plugin": "serves DFLASH with sglang-dflash or not at all",
+        "upstream": "with SGLang's own worker",
+    },
+    "budget": {
+        "auto": "is 'measured' on a CPU, 'fixed' elsewhere",
+        "measured": "verifies the rows that pay by measured step times",
+        "fixed": "whole blocks whatever they cost",
+    },
 }
 
 
@@ -69,7 +74,8 @@ class Options:
     capitals. The environment wins.
 
     Attributes:
-        worker: `SGLANG_DFLASH_WORKER`. Who serves DFLASH: this plugin's worker, or SGLang's own.
+        worker: `SGLANG_DFLASH_WORKER`. Who serves DFLASH: this plugin's worker, SGLang's own, or
+            with `auto` SGLang's for what ours does not do.
         budget: What decides how many rows of a block are verified.
         min_width: Rows of each request at least, the anchor included; above 1 the draft always
             runs.
@@ -78,7 +84,7 @@ class Options:
         trace: `SGLANG_DFLASH_TRACE`. Where every decode step is written; None is nowhere.
     """
 
-    worker: WorkerChoice = "plugin"
+    worker: WorkerChoice = "auto"
     budget: BudgetChoice = "auto"
     min_width: int = 1
     max_width: int | None = None
@@ -102,7 +108,7 @@ class Options:
             if name in environ:
                 found[key] = _valid(key, _typed(key, environ[name]), f"{name}={environ[name]!r}")
         pacing = Pacing(**{key: found.pop(key) for key in _PACING if key in found})
-        worker = environ.get("SGLANG_DFLASH_WORKER", "plugin")
+        worker = environ.get("SGLANG_DFLASH_WORKER", "auto")
         options = cls(
             worker=_choice("worker", worker, f"SGLANG_DFLASH_WORKER={worker!r}"),
             trace=environ.get("SGLANG_DFLASH_TRACE") or None,
@@ -191,7 +197,7 @@ def _choice(key: str, value: Any, source: str) -> Any:
     choices = get_args({"worker": WorkerChoice, "budget": BudgetChoice}[key])
     chosen = value.strip().lower() if isinstance(value, str) else value
     if chosen not in choices:
-        known = ", ".join(f"'{choice}' {_MEANINGS[choice]}" for choice in choices)
+        known = ", ".join(f"'{choice}' {_MEANINGS[key][choice]}" for choice in choices)
         raise ValueError(
             f"{source} is not one of {', '.join(choices)}: {known}; '{choices[0]}' is the default. "
             "Leave it out or choose one."

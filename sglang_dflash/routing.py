@@ -51,9 +51,23 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
         settings: SGLang's resolved server arguments, read by name.
         options: the plugin's own.
         target: what is served.
+
+    Raises:
+        UnsupportedCheckpoint: ours is asked for by name and cannot.
     """
     if options.worker == "upstream":
         return "SGLANG_DFLASH_WORKER=upstream"
+    reason = _unserved(settings, target)
+    if reason is not None and options.worker == "plugin":
+        raise UnsupportedCheckpoint(
+            f"SGLANG_DFLASH_WORKER=plugin: {reason}. Change that, or set it to 'auto' or "
+            "'upstream': SGLang's own worker may serve this on CUDA."
+        )
+    return reason
+
+
+def _unserved(settings: Any, target: Target) -> str | None:
+    """Return what our worker does not serve, or None."""
     asked = {
         "--speculative-draft-window-size": settings.speculative_draft_window_size is not None,
         "--speculative-use-block-verification": settings.speculative_use_block_verification,

@@ -178,6 +178,15 @@ def test_sglangs_own_worker_is_refused_on_a_cpu(
         start(llama_pair, llama_pair.draft)
 
 
+def test_who_insists_on_our_worker_is_told_what_it_does_not_serve(
+    llama_pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SGLANG_DFLASH_WORKER", "plugin")
+    with pytest.raises(UnsupportedCheckpoint, match=r"WORKER=plugin: .*window-size.* 'auto'"):
+        start(llama_pair, llama_pair.draft, "--speculative-draft-window-size", "64")
+    start(llama_pair, llama_pair.draft)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [

@@ -26,7 +26,7 @@ def config(tmp_path: Path) -> Any:
 
 
 def test_nothing_asked_is_the_defaults() -> None:
-    assert Options.read({}) == Options("plugin", "auto", 1, None, Pacing(), None)
+    assert Options.read({}) == Options("auto", "auto", 1, None, Pacing(), None)
 
 
 def test_the_environment_is_read() -> None:
@@ -48,8 +48,8 @@ def test_the_file_sets_every_key_but_who_serves(config: Any) -> None:
         "min_steps": 7, "shortest_pause": 3, "longest_pause": 30,
     }  # fmt: skip
     pacing = Pacing(margin=0.0, min_steps=7, exploration=0.5, shortest_pause=3, longest_pause=30)
-    assert Options.read({}, config(**asked)) == Options("plugin", "measured", 2, 4, pacing)
-    assert Options.read({}, config(budget="fixed")) == Options("plugin", "fixed")
+    assert Options.read({}, config(**asked)) == Options("auto", "measured", 2, 4, pacing)
+    assert Options.read({}, config(budget="fixed")) == Options("auto", "fixed")
     with pytest.raises(ValueError, match="does not know 'worker'"):
         Options.read({}, config(worker="upstream"))
 
@@ -64,7 +64,7 @@ def test_the_environment_goes_over_the_file(config: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "words"),
     [
-        ("WORKER", "mine", "plugin, upstream"),
+        ("WORKER", "mine", "auto, plugin, upstream"),
         ("BUDGET", "x", "measured, fixed"),
         ("MIN_WIDTH", "0", "1 to the block size"),
         ("MAX_WIDTH", "two", "1 to the block size"),
