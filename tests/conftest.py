@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import os
 
+# The suite is for CPUs, on any machine; tests/gpu and tests/kernels can be asked to run on a GPU.
+if os.environ.get("DFLASH_TEST_DEVICE", "cpu") == "cpu":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Inherited by the engines: one thread each, for several run on few cores, and a scheduler whose
 # books do not balance when it is idle dies of it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
