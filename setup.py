@@ -16,7 +16,7 @@ TEST = [
     *DEMO,
     "pytest>=8",
     "pytest-timeout>=2.3",
-    "pytest-xdist>=3.6",
+    "pytest-xdist>=3.8",
     "hypothesis>=6",
     "jsonschema>=4",
     "matplotlib>=3.9",

@@ -161,7 +161,7 @@ def measure_steps(
         in_time = time.perf_counter() - began < _SECONDS
         if known and not first_rank.numbers([int(in_time)])[0]:
             break
-        seconds = [_seconds(runner, draft, sizes.block_size, point) for _ in range(_REPEATS)]
+        seconds = [_seconds(runner, draft, sizes, point) for _ in range(_REPEATS)]
         (usual,) = first_rank.numbers([round(statistics.median(seconds) * 1e9)])
         context = _CONTEXT * point.num_requests
         cost.observe(point.part, point.num_requests, point.num_rows, context, usual / 1e9)
@@ -187,11 +187,15 @@ class _Made(NamedTuple):
     can_run_decode_cuda_graph: bool = False
 
 
-def _seconds(runner: ModelRunner, draft: DraftForward, block_size: int, point: SweepPoint) -> float:
+def _seconds(runner: ModelRunner, draft: DraftForward, sizes: _Sizes, point: SweepPoint) -> float:
     """Return how long a part of a step takes: the draft, or the target and injection."""
-    n = point.num_requests
-    whole = point.part == "draft" and not host_waits(runner)  # the draft's graph has one width
-    rows = Rows.of([block_size if whole else point.num_rows // n] * n, block_size, runner.device)
+    n, block_size = point.num_requests, sizes.block_size
+    widths = [point.num_rows // n] * n
+    if point.part == "draft" and not host_waits(runner):
+        widths = [block_size] * n  # the draft's graph has one width
+    elif point.num_rows == n:
+        widths = row_buckets(runner).plain_widths(n, sizes.widest)
+    rows = Rows.of(widths, block_size, runner.device)
     clock = clock_of(runner.device)
     started = clock.mark()
     with torch.inference_mode():

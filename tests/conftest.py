@@ -16,6 +16,7 @@ os.environ.setdefault("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE", "1")
 import interpreted  # noqa: F401, I001  (before anything that imports Triton)
 
 import hashlib
+import re
 import shutil
 import tempfile
 from pathlib import Path
@@ -25,6 +26,8 @@ import pairs
 import pytest
 import torch
 from pairs import Pair, make_pair
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 import sglang_dflash.draft.grouped_conv
 import sglang_dflash.draft.selector
@@ -36,13 +39,23 @@ _FIRST = ("test_exactness", "test_startup", "test_server", "test_sampling")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let `pytest -n N` keep together what shares engines: a file, or a pair's exactness cases."""
-    for item in items:
-        group = item.path.stem
-        if group == "test_exactness":
-            group = f"exactness of {item.callspec.params['served'].pair}"
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Put what takes longest first."""
     items.sort(key=lambda item: item.path.stem not in _FIRST)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Let `pytest -n N` keep together what shares engines."""
+    return _ByEngines(config, log)
+
+
+class _ByEngines(LoadScopeScheduling):
+    """A file's tests go to one worker; those of test_exactness by the target of their case."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file, _, test = nodeid.partition("::")
+        target = re.search(r"\[(\w+)", test)
+        return f"{file} {target[1]}" if target and "test_exactness" in file else file
 
 
 @pytest.fixture(scope="session")

@@ -89,18 +89,8 @@ class LateController(BudgetController):
         )
 
     def plain_widths(self, n: int) -> list[int]:
-        """Return the widths of a step without the draft: 1, but where no graph has as few rows.
-
-        Where requests fill a graph there is no empty one for its empty rows to go to: they are
-        given out, and verify proposals that were never made, which takes no longer.
-
-        Args:
-            n: its requests.
-        """
-        most = n * self.limits.block_size
-        num_rows = self._buckets.filled(n, n, most) if n == self._buckets.most_requests else n
-        more, rest = divmod(num_rows - n, n)
-        return [1 + more + (i < rest) for i in range(n)]
+        """Return the widths of a step without the draft; see `RowBuckets.plain_widths`."""
+        return self._buckets.plain_widths(n, self.limits.widest)
 
     def hear(self, plan: StepPlan, chances: Array, num_accepted: NDArray[np.int64]) -> None:
         """Learn from a step with the draft that has ended.

@@ -274,7 +274,10 @@ def propose_sampled(
 
 
 def propose_nothing(n: int, num_proposals: int, device: torch.device | str) -> Proposal:
-    """Return proposals that nobody will verify: a step without the draft has one row a request."""
+    """Return the proposals of a step without the draft: token 0, and certain of it.
+
+    Such a step has one row a request, and verifies them only where a graph has rows to spare.
+    """
     tokens = torch.zeros(n, num_proposals, dtype=torch.int64, device=device)
     column = tokens.unsqueeze(2)
     probs = torch.ones_like(column, dtype=torch.float32)

@@ -225,13 +225,14 @@ def keep_by_value(out: torch.Tensor, cuts: Cuts, renorms: Renorms, *, in_turn: b
     limits = (values.split(rows_in_chunk(out, copies=3)) for values in (out, *cuts[:3]))
     for part, top_ks, top_ps, min_ps in zip(*limits, strict=True):
         best = part.argmax(dim=-1, keepdim=True)
-        kept = renorms.top_k(part, top_ks)
+        dense = part.contiguous()  # a padded vocabulary's rows lie apart
+        kept = renorms.top_k(dense, top_ks)
         if in_turn:
             kept = renorms.top_p(kept, top_ps)
             least = kept.max(dim=-1, keepdim=True).values * min_ps.unsqueeze(1)
             kept.masked_fill_(kept < least, 0.0)
         else:
-            kept.masked_fill_(renorms.top_p(part, top_ps) <= 0, 0.0)
+            kept.masked_fill_(renorms.top_p(dense, top_ps) <= 0, 0.0)
         part.copy_(kept.div_(kept.sum(-1, keepdim=True)))
         greedy = (top_ks == 1).unsqueeze(1)
         part.masked_fill_(greedy, 0.0).scatter_add_(1, best, greedy.to(part.dtype))

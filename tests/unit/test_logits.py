@@ -157,6 +157,7 @@ def value_kept(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
 
 def renorm(rows: torch.Tensor, limits: torch.Tensor, *, by_rank: bool) -> torch.Tensor:
     """What SGLang's renorm kernels do."""
+    assert rows.is_contiguous()
     all_of_them = 1 << 30, 1.5
     kept = []
     for row, limit in zip(rows, limits.tolist(), strict=True):
@@ -180,7 +181,7 @@ def test_cuts_by_value_keep_what_ties_and_sort_nothing(
     probs = torch.softmax(logits, -1)
     cuts = cuts_of(60, bounded=False)
     renorms = Renorms(partial(renorm, by_rank=True), partial(renorm, by_rank=False))
-    out = probs.clone()
+    out = torch.cat([probs, probs], dim=1)[:, :VOCAB]  # of a padded vocabulary
     keep_by_value(out, cuts, renorms, in_turn=in_turn)
     num_tied = 0
     limits = zip(*(values.tolist() for values in cuts[:3]), strict=True)
