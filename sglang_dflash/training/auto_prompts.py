@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from tqdm import tqdm
@@ -14,13 +14,14 @@ from sglang_dflash.training.answers import answer
 from sglang_dflash.training.captured import Capture
 from sglang_dflash.training.prompts import AUTO, Prompt, prompt_tokens
 from sglang_dflash.training.settings import DataSettings, SettingsError
+from sglang_dflash.training.target import stop_tokens
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["auto_file", "auto_prompts", "generator_for", "stop_tokens"]
+__all__ = ["auto_file", "auto_prompts", "generator_for"]
 
 _TEMPERATURE, _MAX_TOKENS = 1.0, 128
 _SENTINEL = "\u2042prompt\u2042"  # finds where the user's text stands in the chat template
@@ -77,16 +78,6 @@ def auto_prompts(
             path.with_suffix(".unfinished").write_text(json.dumps(made), encoding="utf-8")
             path.with_suffix(".unfinished").replace(path)
     return [Prompt(AUTO, text) for text in made[:number] if text]
-
-
-def stop_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end an answer."""
-    stated: Any = target.generation_config.eos_token_id if target.generation_config else None
-    if stated is None:
-        stated = tokenizer.eos_token_id
-    if stated is None:
-        return frozenset()
-    return frozenset([stated] if isinstance(stated, int) else stated)
 
 
 def generator_for(seed: int, purpose: int, number: int) -> torch.Generator:

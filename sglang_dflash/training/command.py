@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from sglang_dflash.training.settings import LoopSettings, Settings, SettingsErro
 from sglang_dflash.training.settings_file import settings_from_yaml
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from sglang_dflash.training.model import BlockDraft
 
@@ -138,6 +137,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
     from sglang_dflash.training.initial import draft_config_json
     from sglang_dflash.training.loop import Trainer
     from sglang_dflash.training.ranks import process_rank
+    from sglang_dflash.training.target import load_target
 
     with process_rank(arguments.device) as rank:
         run = arguments.out / "training"
@@ -147,7 +147,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
                 f"{texts}: the texts are not all there; make them by one process with --data-only "
                 "before torchrun"
             )
-        target, tokenizer = _target(arguments.target, rank.device)
+        target, tokenizer = load_target(arguments.target, rank.device)
         config = draft_config_json(target, tokenizer, settings.draft)
         layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
         draft = _first_draft(config, target, settings)
@@ -178,19 +178,6 @@ def _first_draft(config: dict[str, Any], target: PreTrainedModel, settings: Sett
         seed=settings.train.seed,
         from_target_layers=settings.draft.init_from_target_layers,
     )
-
-
-def _target(name: str, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    if not os.path.exists(name) and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
-        raise SettingsError(f"TARGET {name}: neither a folder nor a hub name")
-    try:
-        target = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"TARGET {name}: transformers cannot load it: {error}") from error
-    return target.to(device).eval().requires_grad_(False), tokenizer
 
 
 def _check_split(numbers: list[int], settings: LoopSettings) -> None:

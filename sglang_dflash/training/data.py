@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from sglang_dflash.training.answers import answer, capture
-from sglang_dflash.training.auto_prompts import auto_file, auto_prompts, generator_for, stop_tokens
+from sglang_dflash.training.auto_prompts import auto_file, auto_prompts, generator_for
 from sglang_dflash.training.captured import Capture, Text
 from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.prompts import (
@@ -30,6 +30,7 @@ from sglang_dflash.training.prompts import (
 )
 from sglang_dflash.training.settings import DataSettings, SettingsError
 from sglang_dflash.training.shards import Corpus, TextInfo, shard_path, write_shard
+from sglang_dflash.training.target import stop_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -16,6 +16,7 @@ from sglang_dflash.hf.draft import load_draft
 from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.model import BlockDraft
 from sglang_dflash.training.settings import SettingsError
+from sglang_dflash.training.target import stop_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,7 +52,7 @@ def draft_config_json(
     num_layers, vocab_size = stated["num_hidden_layers"], len(embedding_of(target))
     mask_token_id = settings.mask_token_id
     if mask_token_id is None:
-        mask_token_id = pick_mask_token(tokenizer, vocab_size)
+        mask_token_id = pick_mask_token(tokenizer, vocab_size, stop_tokens(target, tokenizer))
     config = {
         "architectures": ["DFlash2DraftModel" if settings.selector_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
@@ -81,8 +82,15 @@ def draft_config_json(
     return config
 
 
-def pick_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
+def pick_mask_token(
+    tokenizer: PreTrainedTokenizerBase, vocab_size: int, stops: frozenset[int]
+) -> int:
     """Return a token that texts never have: a mask, a reserved one, or an unused embedding row.
+
+    Args:
+        tokenizer: The target's.
+        vocab_size: Rows of its embedding.
+        stops: From `stop_tokens`; answers have them.
 
     Raises:
         SettingsError: there is none.
@@ -96,7 +104,7 @@ def pick_mask_token(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> int:
     reserved = [
         number
         for text, number in named.items()
-        if text not in used and text not in template and number < vocab_size
+        if text not in used and text not in template and number not in stops and number < vocab_size
     ]
     if reserved:
         return min(reserved)

@@ -78,11 +78,14 @@ def test_noise_is_the_seeds(target: Any, tokenizer: Any) -> None:
 
 
 def test_a_mask_token_is_one_that_texts_never_have(tokenizer: Any) -> None:
-    assert pick_mask_token(tokenizer, 320) == MASK_TOKEN_ID
+    assert pick_mask_token(tokenizer, 320, frozenset()) == MASK_TOKEN_ID
     tokenizer.get_added_vocab = lambda: {"<|im_end|>": 258}  # the template's own
-    assert pick_mask_token(tokenizer, 320) == 319
+    assert pick_mask_token(tokenizer, 320, frozenset()) == 319
     with pytest.raises(SettingsError, match=r"draft\.mask_token_id"):
-        pick_mask_token(tokenizer, len(tokenizer))
+        pick_mask_token(tokenizer, len(tokenizer), frozenset())
+    tokenizer.get_added_vocab = lambda: {"<|eot|>": 257, "<|reserved|>": 259}
+    assert pick_mask_token(tokenizer, 320, frozenset()) == 257
+    assert pick_mask_token(tokenizer, 320, frozenset([257])) == 259
 
 
 def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_pair: Pair) -> None:

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a target before it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pairs import Pair
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from sglang_dflash.training.target import stop_tokens
+
+
+def tiny_target(**changes: Any) -> Qwen3ForCausalLM:
+    """Return a random target of next to no size."""
+    sizes = {
+        "vocab_size": 320,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    return Qwen3ForCausalLM(Qwen3Config(**sizes | changes))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(qwen3_pair: Pair) -> Any:
+    return AutoTokenizer.from_pretrained(qwen3_pair.target)
+
+
+def test_an_answer_ends_at_every_token_that_the_checkpoint_names(tokenizer: Any) -> None:
+    target = tiny_target(eos_token_id=7)
+    target.generation_config.eos_token_id = [8, 9]
+    assert stop_tokens(target, tokenizer) == {7, 8, 9, tokenizer.eos_token_id}
+    target.generation_config = None
+    assert stop_tokens(target, tokenizer) == {7, tokenizer.eos_token_id}
+    assert stop_tokens(tiny_target(eos_token_id=[7, 6]), tokenizer) >= {6, 7}
