@@ -133,6 +133,7 @@ def _check_folder(arguments: argparse.Namespace) -> None:
 def _train(arguments: argparse.Namespace, settings: Settings) -> None:
     from sglang_dflash.training.checkpoint import state_path
     from sglang_dflash.training.data import build_corpus, corpus_is_complete
+    from sglang_dflash.training.earlier import read_earlier, settled
     from sglang_dflash.training.frozen import embedding_of, head_of
     from sglang_dflash.training.initial import draft_config_json
     from sglang_dflash.training.loop import Trainer
@@ -147,8 +148,10 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
                 f"{texts}: the texts are not all there; make them by one process with --data-only "
                 "before torchrun"
             )
+        earlier = read_earlier(settings.draft)
+        settings = dataclasses.replace(settings, draft=settled(settings.draft, earlier))
         target, tokenizer = load_target(arguments.target, rank.device)
-        config = draft_config_json(target, tokenizer, settings.draft)
+        config = draft_config_json(target, tokenizer, settings.draft, earlier)
         layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
         draft = _first_draft(config, target, settings)
         quiet = arguments.quiet or not rank.is_first

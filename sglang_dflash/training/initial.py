@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +12,7 @@ from sglang_dflash.draft.checks import check_target
 from sglang_dflash.draft.config import DraftConfig, build_target_layer_ids
 from sglang_dflash.draft.rope import RopeSettings
 from sglang_dflash.hf.draft import load_draft
+from sglang_dflash.training.earlier import check_alike, earlier_sizes, settled
 from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.model import BlockDraft
 from sglang_dflash.training.settings import SettingsError
@@ -27,49 +27,57 @@ __all__ = ["continued_draft", "draft_config_json", "new_draft", "pick_mask_token
 
 _LEAST_STD = 0.02
 _MADE_NEUTRAL = ("_codebook", ".base_kernel", ".kernel_projection.weight")
-# What may change between a draft and one that goes on from it: no weight depends on it.
-_FREE_OF_THE_START = frozenset(
-    {"source", "architecture", "block_size", "dtype", "mask_token"}
-    | {"max_position_embeddings", "num_target_layers", "selector_top_k"}
-    # What a row sees has no weights: a trained draft loses little to a window, and learns it.
-    | {"sliding_windows", "causal"}
-)
-# What a draft may get that goes on from one without.
-_ADDED = frozenset({"selector_rank", "conv_kernel_size", "conv_group_size"})
 
 
 def draft_config_json(
-    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: DraftSettings
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: DraftSettings,
+    earlier: DraftConfig | None = None,
 ) -> dict[str, Any]:
-    """Return the config.json of a draft that has the target's sizes and rotary embedding.
+    """Return the config.json of a draft.
+
+    What the settings leave open is as in the earlier draft; in a new one sizes and rotary
+    embedding are the target's.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        settings: Of the draft.
+        earlier: The draft that it goes on from, or None.
 
     Raises:
         SettingsError: the target is too small, or no mask token can be picked.
         UnsupportedCheckpoint: the target's rotary embedding is not supported, or the settings
             contradict the target.
     """
+    settings = settled(settings, earlier)
     stated = target.config.get_text_config().to_dict()
     num_layers, vocab_size = stated["num_hidden_layers"], len(embedding_of(target))
-    mask_token_id = settings.mask_token_id
-    if mask_token_id is None:
-        mask_token_id = pick_mask_token(tokenizer, vocab_size, stop_tokens(target, tokenizer))
+    sizes = _target_sizes(stated, settings) if earlier is None else earlier_sizes(earlier)
+    if sizes["hidden_size"] != stated["hidden_size"]:
+        raise SettingsError(
+            f"draft.init_from_draft: {settings.init_from_draft} has the hidden size "
+            f"{sizes['hidden_size']}, and the target has {stated['hidden_size']}: start from a "
+            "draft that was made for a target like this one"
+        )
     config = {
         "architectures": ["DFlash2DraftModel" if settings.selector_rank else "DFlashDraftModel"],
         "model_type": "qwen3",
         "num_hidden_layers": settings.num_layers,
         "vocab_size": vocab_size,
         "hidden_act": "silu",
-        "attention_bias": False,
         "tie_word_embeddings": False,
         "block_size": settings.block_size,
         "num_target_layers": num_layers,
+        "max_position_embeddings": stated["max_position_embeddings"],
         "dflash_config": {
-            "mask_token_id": mask_token_id,
-            "target_layer_ids": list(_layer_ids(settings, num_layers)),
+            "mask_token_id": _mask_token_id(target, tokenizer, settings, earlier),
+            "target_layer_ids": list(_layer_ids(settings, num_layers, earlier)),
             **_dflash2(settings),
         },
         "dtype": str(target.dtype).removeprefix("torch."),
-        **_target_sizes(stated, settings),
+        **sizes,
         **_windows(settings),
     }
     check_target(
@@ -155,26 +163,9 @@ def continued_draft(config: dict[str, Any], folder: str, *, seed: int) -> BlockD
     """
     earlier = load_draft(draft_folder(folder, weights=True), torch.float32)
     draft = _noise_draft(config, seed)
-    own, found = (dataclasses.asdict(each.config) for each in (draft, earlier))
-    differing = [
-        f"{name} ({found[name]!r}, now {own[name]!r})"
-        for name in own
-        if found[name] != own[name] and not _may_change(name, found)
-    ]
-    if differing:
-        raise SettingsError(
-            f"draft.init_from_draft: {folder} has another {', '.join(differing)}: state its values "
-            "in the section draft of the config"
-        )
+    check_alike(vars(draft.config), earlier.config, folder)
     draft.load_state_dict(draft.state_dict() | earlier.state_dict())
     return draft
-
-
-def _may_change(name: str, found: dict[str, Any]) -> bool:
-    """Whether a draft with another value may go on from one with these."""
-    if name == "vocab_size":  # codebooks have a row for each token
-        return not found["selector_rank"]
-    return name in _FREE_OF_THE_START or (name in _ADDED and not found[name])
 
 
 def _noise_draft(config: dict[str, Any], seed: int) -> BlockDraft:
@@ -235,7 +226,7 @@ def _target_sizes(stated: dict[str, Any], settings: DraftSettings) -> dict[str, 
         "head_dim": stated.get("head_dim") or stated["hidden_size"] // heads,
         "rms_norm_eps": stated.get("rms_norm_eps", 1e-6),
         "rope_theta": rope.theta,
-        "max_position_embeddings": stated["max_position_embeddings"],
+        "attention_bias": False,
         **({"rope_scaling": rope.scaling} if rope.scaling is not None else {}),
     }
 
@@ -258,9 +249,33 @@ def _windows(settings: DraftSettings) -> dict[str, Any]:
     }
 
 
-def _layer_ids(settings: DraftSettings, num_layers: int) -> tuple[int, ...]:
+def _mask_token_id(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: DraftSettings,
+    earlier: DraftConfig | None,
+) -> int:
+    if settings.mask_token_id is not None:
+        return settings.mask_token_id
+    if earlier is not None:
+        named = tokenizer.get_vocab().get(earlier.mask_token)
+        known = named if earlier.mask_token_id is None else earlier.mask_token_id
+        if known is None:
+            raise SettingsError(
+                f"draft.mask_token_id: {settings.init_from_draft} has {earlier.mask_token!r}, and "
+                "the target's tokenizer does not know it: state the token"
+            )
+        return known
+    return pick_mask_token(tokenizer, len(embedding_of(target)), stop_tokens(target, tokenizer))
+
+
+def _layer_ids(
+    settings: DraftSettings, num_layers: int, earlier: DraftConfig | None
+) -> tuple[int, ...]:
     if settings.target_layer_ids is not None:
         return settings.target_layer_ids
+    if earlier is not None and settings.num_features is None:
+        return earlier.target_layer_ids
     number = settings.num_features or settings.num_layers
     if num_layers < 4 and number > 1:
         raise SettingsError(

@@ -146,7 +146,7 @@ class Trainer:
         for part in range(train.accumulate):
             place = (step * train.accumulate + part) * self._rank.count + self._rank.number
             batch = draw_batch(
-                self._corpus, self._order, place, self._settings.draft.block_size, train
+                self._corpus, self._order, place, self._config["block_size"], train
             ).to(self._rank.device)
             is_last = part == train.accumulate - 1
             waits = self._rank.count > 1 and not is_last
@@ -160,7 +160,7 @@ class Trainer:
         return float(mean)
 
     def _figures(self, step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
-        block_size = self._settings.draft.block_size
+        block_size = self._config["block_size"]
         held_out = measure(self._loss, self._head, self._corpus, self._measured, block_size)
         train = self._settings.train
         return {

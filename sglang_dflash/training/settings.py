@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +13,15 @@ from sglang_dflash.strict import plain
 __all__ = ["DataSettings", "DraftSettings", "LoopSettings", "Settings", "SettingsError"]
 
 _PUBLISHED_DECAYS = {16: 7.0, 10: 5.0, 8: 4.0}
+_NEW_DRAFT: dict[str, Any] = {
+    "num_layers": 5,
+    "block_size": 16,
+    "sliding_layers": (),
+    "selector_rank": 0,
+    "selector_top_k": 16,
+    "conv_kernel_size": 0,
+    "conv_group_size": 16,
+}
 
 
 class SettingsError(ValueError):
@@ -19,38 +30,40 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """The shape of the draft; all else is taken from the target.
+    """The shape of the draft; what is left open, None, is as `filled` says.
 
     Attributes:
-        num_layers: Decoder layers.
-        block_size: B, the anchor included.
-        num_features: Target layers to capture, spread evenly; None takes `num_layers`.
+        num_layers: Decoder layers; 5 in a new draft.
+        block_size: B, the anchor included; 16 in a new draft.
+        num_features: Target layers to capture, spread evenly; a new draft has `num_layers`.
         target_layer_ids: The captured layers themselves, in place of `num_features`.
-        intermediate_size: Width of the MLP; None takes the target's.
-        mask_token_id: Token that stands for "not known yet"; None picks a reserved one.
-        sliding_window: Window of `sliding_layers` in tokens, or None for full attention.
-        sliding_layers: Draft layers that have the window.
-        selector_rank: Width of DFlash2's candidate selector; 0 has none.
-        selector_top_k: Candidates of a row that it chooses from.
-        conv_kernel_size: Taps of DFlash2's convolutions around every sublayer; 0 has none.
-        conv_group_size: Channels that share a kernel's moving part.
+        intermediate_size: Width of the MLP; the target's in a new draft.
+        mask_token_id: Token that stands for "not known yet"; a reserved one in a new draft.
+        sliding_window: Window of `sliding_layers` in tokens.
+        sliding_layers: Draft layers that have the window; none in a new draft.
+        selector_rank: Width of DFlash2's candidate selector; 0, as in a new draft, has none.
+        selector_top_k: Candidates of a row that it chooses from; 16 in a new draft.
+        conv_kernel_size: Taps of DFlash2's convolutions around every sublayer; 0, as in a new
+            draft, has none.
+        conv_group_size: Channels that share a kernel's moving part; 16 in a new draft.
         init_from_target_layers: Start from evenly spread target layers, not from noise.
-        init_from_draft: Folder of a draft of this shape to go on from. Block size and windows may
-            differ; parts of DFlash2 that it lacks begin without effect.
+        init_from_draft: Folder or Hub id of a draft to go on from, which decides what is left
+            open. Block size and windows may differ from its own; parts of DFlash2 that it lacks
+            begin without effect.
     """
 
-    num_layers: int = 5
-    block_size: int = 16
+    num_layers: int | None = None
+    block_size: int | None = None
     num_features: int | None = None
     target_layer_ids: tuple[int, ...] | None = None
     intermediate_size: int | None = None
     mask_token_id: int | None = None
     sliding_window: int | None = None
-    sliding_layers: tuple[int, ...] = ()
-    selector_rank: int = 0
-    selector_top_k: int = 16
-    conv_kernel_size: int = 0
-    conv_group_size: int = 16
+    sliding_layers: tuple[int, ...] | None = None
+    selector_rank: int | None = None
+    selector_top_k: int | None = None
+    conv_kernel_size: int | None = None
+    conv_group_size: int | None = None
     init_from_target_layers: bool = False
     init_from_draft: str | None = None
 
@@ -59,22 +72,48 @@ class DraftSettings:
         _require(
             not both, "draft.init_from_draft", self.init_from_draft, "no other start beside it"
         )
-        _require(1 <= self.num_layers <= 64, "draft.num_layers", self.num_layers, "1 to 64")
-        _require(2 <= self.block_size <= 64, "draft.block_size", self.block_size, "2 to 64")
-        for name, least in (("selector_rank", 0), ("conv_kernel_size", 0), ("selector_top_k", 1)):
-            value = getattr(self, name)
-            _require(value >= least, f"draft.{name}", value, f"{least} or more")
+        for name, least, most in (("num_layers", 1, 64), ("block_size", 2, 64)):
+            value = self.decided(name)
+            valid = value is None or least <= value <= most
+            _require(valid, f"draft.{name}", value, f"{least} to {most}")
+        for name in ("num_features", "intermediate_size", "selector_top_k", "conv_group_size"):
+            value = self.decided(name)
+            _require(value is None or value >= 1, f"draft.{name}", value, "1 or more")
+        for name in ("selector_rank", "conv_kernel_size"):
+            value = self.decided(name)
+            _require(value is None or value >= 0, f"draft.{name}", value, "0 or more")
+        self._check_windows()
+
+    def decided(self, name: str) -> Any:
+        """Return a setting, or a new draft's; None where an earlier draft will decide."""
+        value = getattr(self, name)
+        is_new = self.init_from_draft is None
+        return _NEW_DRAFT.get(name) if value is None and is_new else value
+
+    def filled(self, earlier: Mapping[str, Any] | None = None) -> DraftSettings:
+        """Return the settings with what they leave open, as far as it is no target's matter.
+
+        Args:
+            earlier: What the draft has that this one goes on from, as far as it has it.
+        """
+        found = {**_NEW_DRAFT, **(earlier or {})}
+        if self.sliding_layers == ():
+            found.pop("sliding_window", None)
+        is_open = [name for name in found if getattr(self, name) is None]
+        return dataclasses.replace(self, **{name: found[name] for name in is_open})
+
+    def _check_windows(self) -> None:
+        layers, window = self.decided("sliding_layers"), self.sliding_window
+        num_layers, block_size = self.decided("num_layers"), self.decided("block_size")
+        if None in (layers, num_layers, block_size) or (not layers and window is None):
+            return
+        valid = bool(layers) and (window or 0) >= block_size
         _require(
-            self.conv_group_size >= 1, "draft.conv_group_size", self.conv_group_size, "1 or more"
+            valid and all(0 <= i < num_layers for i in layers),
+            "draft.sliding_layers",
+            layers,
+            "layer numbers, and draft.sliding_window of at least a block",
         )
-        if self.sliding_layers or self.sliding_window is not None:
-            valid = bool(self.sliding_layers) and (self.sliding_window or 0) >= self.block_size
-            _require(
-                valid and all(0 <= i < self.num_layers for i in self.sliding_layers),
-                "draft.sliding_layers",
-                self.sliding_layers,
-                "layer numbers, and draft.sliding_window of at least a block",
-            )
 
 
 @dataclass(frozen=True)
@@ -230,9 +269,9 @@ class Settings:
     def __post_init__(self) -> None:
         has_laws = self.data.num_laws > 0 or self.train.soft_share == 0
         _require(has_laws, "data.num_laws", 0, "2 or more, for train.soft_share needs them")
-        short = self.train.short_block_size
-        fits = short < self.draft.block_size
-        _require(fits, "train.short_block_size", short, f"less than {self.draft.block_size}")
+        short, block_size = self.train.short_block_size, self.draft.decided("block_size")
+        fits = block_size is None or short < block_size
+        _require(fits, "train.short_block_size", short, f"less than {block_size}")
 
     def as_dict(self) -> dict[str, Any]:
         """Return what `settings_from_dict` takes, every value stated."""

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +14,13 @@ import torch
 from pairs import MASK_TOKEN_ID, Pair
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from sglang_dflash.demo.model import bundled_draft
 from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.draft.token_map import write_token_map
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.hf.draft import load_draft
 from sglang_dflash.training.checkpoint import known_tokens
+from sglang_dflash.training.earlier import read_earlier, settled
 from sglang_dflash.training.initial import (
     continued_draft,
     draft_config_json,
@@ -23,6 +28,7 @@ from sglang_dflash.training.initial import (
     pick_mask_token,
 )
 from sglang_dflash.training.settings import DraftSettings, SettingsError
+from sglang_dflash.training.settings_file import settings_from_yaml
 
 
 @pytest.fixture(scope="module")
@@ -89,26 +95,95 @@ def test_a_mask_token_is_one_that_texts_never_have(tokenizer: Any) -> None:
 
 
 def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_pair: Pair) -> None:
-    earlier = load_draft(qwen3_pair.draft)
-    shape = {
-        "num_layers": earlier.config.num_layers,
-        "target_layer_ids": earlier.config.target_layer_ids,
-        "intermediate_size": earlier.config.intermediate_size,
-    }
-    config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
-    draft = continued_draft(config, str(qwen3_pair.draft), seed=0)
-    for name, weight in earlier.state_dict().items():
-        assert torch.equal(draft.state_dict()[name], weight), name
-    windows = {"sliding_window": 9, "sliding_layers": (0,)}
-    config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape, **windows))
-    windowed = continued_draft(config, str(qwen3_pair.draft), seed=0)
-    assert windowed.config.sliding_windows[0] == 9
-    for name, weight in earlier.state_dict().items():
-        assert torch.equal(windowed.state_dict()[name], weight), name
-    shape["num_layers"] += 1
-    config = draft_config_json(target, tokenizer, DraftSettings(block_size=6, **shape))
+    folder = str(qwen3_pair.draft)
+    weights = load_draft(qwen3_pair.draft).state_dict()
+    for changes in {"block_size": 6}, {"sliding_window": 9, "sliding_layers": (0,)}:
+        settings = DraftSettings(init_from_draft=folder, **changes)
+        config = draft_config_json(target, tokenizer, settings, read_earlier(settings))
+        draft = continued_draft(config, folder, seed=0)
+        assert draft.config.block_size == changes.get("block_size", qwen3_pair.block_size)
+        assert draft.config.sliding_windows[0] == changes.get("sliding_window")
+        for name, weight in weights.items():
+            assert torch.equal(draft.state_dict()[name], weight), name
+    config = draft_config_json(target, tokenizer, DraftSettings(num_layers=3))
     with pytest.raises(SettingsError, match="another num_layers"):
-        continued_draft(config, str(qwen3_pair.draft), seed=0)
+        continued_draft(config, folder, seed=0)
+
+
+_UNLIKE_THE_TARGET = {
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_dim": 16},
+    "rope_is_neox_style": False,
+    "attention_bias": True,
+    "block_size": 6,
+    "layer_types": ["full_attention", "sliding_attention"],
+    "use_sliding_window": True,
+    "sliding_window": 9,
+    "is_causal": True,
+    "dflash_config": {"mask_token_id": 7, "target_layer_ids": [1]},
+}
+
+
+def write_earlier(pair: Pair, folder: Path, changes: dict[str, Any]) -> str:
+    """Write the config.json of the pair's draft with changes; return its folder."""
+    stated = json.loads((pair.draft / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(stated))
+    return str(folder)
+
+
+def test_what_is_left_open_is_as_the_earlier_draft_has_it(
+    target: Any, tokenizer: Any, qwen3_pair: Pair, tmp_path: Path
+) -> None:
+    folder = write_earlier(qwen3_pair, tmp_path, _UNLIKE_THE_TARGET)
+    settings = DraftSettings(init_from_draft=folder)
+    earlier = read_earlier(settings)
+    assert earlier is not None
+    config = draft_config_json(target, tokenizer, settings, earlier)
+    assert DraftConfig.from_dict(config, source=folder) == earlier
+    assert settled(settings, earlier).block_size == 6
+    assert settled(DraftSettings(), None).block_size == 16
+    full = dataclasses.replace(settings, sliding_layers=())
+    assert settled(full, earlier).sliding_window is None
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"num_layers": 3}, r"another num_layers \(2, now 3\): leave"),
+        ({"mask_token_id": 8}, "another mask_token_id"),
+        ({"target_layer_ids": (0, 1)}, "another target_layer_ids"),
+        ({"intermediate_size": 32}, "another intermediate_size"),
+    ],
+)
+def test_what_contradicts_the_earlier_draft_is_refused_by_its_config_alone(
+    stated: dict[str, Any], message: str, qwen3_pair: Pair, tmp_path: Path
+) -> None:
+    folder = write_earlier(qwen3_pair, tmp_path, {})
+    with pytest.raises(SettingsError, match=message):
+        read_earlier(DraftSettings(init_from_draft=folder, **stated))
+
+
+def test_a_draft_of_another_width_is_refused(
+    target: Any, tokenizer: Any, qwen3_pair: Pair, tmp_path: Path
+) -> None:
+    folder = write_earlier(qwen3_pair, tmp_path, {"hidden_size": 32})
+    settings = DraftSettings(init_from_draft=folder)
+    with pytest.raises(SettingsError, match="has the hidden size 32, and the target has 64"):
+        draft_config_json(target, tokenizer, settings, read_earlier(settings))
+
+
+def test_the_bundled_recipe_goes_on_from_the_bundled_draft() -> None:
+    recipe = files("sglang_dflash.training") / "recipes" / "smollm2-135m.yaml"
+    stated = settings_from_yaml(Path(str(recipe))).draft
+    settings = dataclasses.replace(stated, init_from_draft=str(bundled_draft()))
+    assert settled(settings, read_earlier(settings)) == dataclasses.replace(
+        settled(stated, None), init_from_draft=str(bundled_draft())
+    )
 
 
 def test_parts_of_dflash2_begin_without_effect(

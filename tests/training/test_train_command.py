@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,23 @@ def test_resuming_a_finished_run_changes_nothing(made: Path, llama_pair: Pair) -
     config = made.parent / "settings.yaml"
     assert train(llama_pair.target, made, "--config", config, "--resume") == 0
     assert (made / "model.safetensors").read_bytes() == before
+
+
+def test_a_draft_with_another_mask_goes_on_as_it_is(llama_pair: Pair, tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier"
+    shutil.copytree(llama_pair.draft, earlier)
+    stated = json.loads((earlier / "config.json").read_text())
+    stated["dflash_config"]["mask_token_id"] = 300  # a new draft would have 259
+    (earlier / "config.json").write_text(json.dumps(stated))
+    prompts, config = tmp_path / "prompts.txt", tmp_path / "settings.yaml"
+    prompts.write_text("\n".join("abcdefgh"))
+    config.write_text(
+        "data: {max_new_tokens: 4, held_out_share: 0.5}\ntrain: {steps: 1, texts_per_batch: 2}"
+    )
+    arguments = ["--config", config, "--prompts", prompts, "--init-from-draft", earlier]
+    assert train(llama_pair.target, tmp_path / "draft", *arguments) == 0
+    made = check_checkpoint(str(tmp_path / "draft"))
+    assert (made.mask_token_id, made.block_size, made.num_layers) == (300, 8, 2)
 
 
 @pytest.mark.parametrize(

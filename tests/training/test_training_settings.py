@@ -42,6 +42,8 @@ def test_settings_survive_their_own_file() -> None:
         ({"draft": {"selector_rank": -1}}, "draft.selector_rank is -1, expected 0 or more"),
         ({"draft": {"conv_group_size": 0}}, "draft.conv_group_size is 0, expected 1 or more"),
         ({"draft": {"sliding_layers": [0]}}, "draft.sliding_window"),
+        ({"draft": {"num_features": 0}}, "draft.num_features is 0, expected 1 or more"),
+        ({"draft": {"intermediate_size": 0}}, "draft.intermediate_size is 0, expected 1 or more"),
         ({"data": {"held_out_share": 0.0}}, "data.held_out_share is 0.0"),
         ({"data": 3}, "data: expected keys"),
         ({"data": {"num_laws": 0}, "train": {"soft_share": 0.5}}, "data.num_laws is 0"),

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The draft that another one goes on from: what it decides, and what may differ."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from sglang_dflash.draft.checkpoint import read_draft_config
+from sglang_dflash.training.settings import SettingsError
+
+if TYPE_CHECKING:
+    from sglang_dflash.draft.config import DraftConfig
+    from sglang_dflash.training.settings import DraftSettings
+
+__all__ = ["check_alike", "earlier_sizes", "read_earlier", "settled"]
+
+# What may change between a draft and one that goes on from it: no weight depends on it.
+_FREE_OF_THE_START = frozenset(
+    {"source", "architecture", "block_size", "dtype", "mask_token"}
+    | {"max_position_embeddings", "num_target_layers", "selector_top_k"}
+    # What a row sees has no weights: a trained draft loses little to a window, and learns it.
+    | {"sliding_windows", "causal"}
+)
+# What a draft may get that goes on from one without.
+_ADDED = frozenset({"selector_rank", "conv_kernel_size", "conv_group_size"})
+
+
+def read_earlier(settings: DraftSettings) -> DraftConfig | None:
+    """Return what the draft is that the settings start from, or None for a new one.
+
+    Raises:
+        SettingsError: the settings contradict it.
+        UnsupportedCheckpoint: it is no DFlash draft.
+    """
+    if settings.init_from_draft is None:
+        return None
+    earlier = read_draft_config(settings.init_from_draft)
+    stated = {name: value for name, value in vars(settings).items() if value is not None}
+    check_alike(stated, earlier, settings.init_from_draft)
+    return earlier
+
+
+def settled(settings: DraftSettings, earlier: DraftConfig | None) -> DraftSettings:
+    """Return the settings with what they leave open: the earlier draft's, else a new one's."""
+    if earlier is None:
+        return settings.filled()
+    windows = earlier.sliding_windows
+    found = {
+        **vars(earlier),
+        "sliding_layers": tuple(i for i, each in enumerate(windows) if each is not None),
+        "sliding_window": next((each for each in windows if each is not None), None),
+    }
+    # A part that it lacks has no size there.
+    names = """num_layers block_size sliding_layers sliding_window selector_rank selector_top_k
+        conv_kernel_size conv_group_size"""
+    return settings.filled({name: found[name] for name in names.split() if found[name]})
+
+
+def earlier_sizes(earlier: DraftConfig) -> dict[str, Any]:
+    """Return the keys of config.json by which a draft has the shape of an earlier one."""
+    sizes = {
+        "hidden_size": earlier.hidden_size,
+        "intermediate_size": earlier.intermediate_size,
+        "num_attention_heads": earlier.num_heads,
+        "num_key_value_heads": earlier.num_kv_heads,
+        "head_dim": earlier.head_dim,
+        "rms_norm_eps": earlier.rms_norm_eps,
+        "rope_theta": earlier.rope_theta,
+        "attention_bias": earlier.attention_bias,
+    }
+    scaling = dict(earlier.rope_scaling or {})
+    if earlier.rotary_dim != earlier.head_dim:
+        scaling["rope_dim"] = earlier.rotary_dim
+    if scaling:
+        sizes["rope_scaling"] = scaling
+    if not earlier.rope_is_neox_style:
+        sizes["rope_is_neox_style"] = False
+    if earlier.causal != tuple(window is not None for window in earlier.sliding_windows):
+        sizes["is_causal"] = earlier.causal[0]  # stated for all layers, then
+    return sizes
+
+
+def check_alike(own: Mapping[str, Any], earlier: DraftConfig, folder: str) -> None:
+    """Refuse a draft to which an earlier one's weights do not belong.
+
+    Args:
+        own: Of the draft or its settings, under the names of `DraftConfig`; others are left alone.
+        earlier: The earlier draft.
+        folder: Where that is, for the message.
+
+    Raises:
+        SettingsError: naming all that differs.
+    """
+    found = dataclasses.asdict(earlier)
+    differing = [
+        f"{name} ({value!r}, now {own[name]!r})"
+        for name, value in found.items()
+        if name in own and own[name] != value and not _may_change(name, found)
+    ]
+    if differing:
+        raise SettingsError(
+            f"draft.init_from_draft: {folder} has another {', '.join(differing)}: leave these "
+            "settings out to have its own, or start from another draft"
+        )
+
+
+def _may_change(name: str, found: dict[str, Any]) -> bool:
+    """Whether a draft with another value may go on from one with these."""
+    if name == "vocab_size":  # codebooks have a row for each token
+        return not found["selector_rank"]
+    if name == "mask_token_id":
+        return found[name] is None
+    return name in _FREE_OF_THE_START or (name in _ADDED and not found[name])
