@@ -19,7 +19,6 @@ from tqdm import tqdm
 from sglang_dflash.training.answers import answer, capture
 from sglang_dflash.training.auto_prompts import auto_file, auto_prompts, generator_for
 from sglang_dflash.training.captured import Capture, Text
-from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.prompts import (
     AUTO,
     Prompt,
@@ -30,7 +29,7 @@ from sglang_dflash.training.prompts import (
 )
 from sglang_dflash.training.settings import DataSettings, SettingsError
 from sglang_dflash.training.shards import Corpus, TextInfo, shard_path, write_shard
-from sglang_dflash.training.target import stop_tokens
+from sglang_dflash.training.target import stop_tokens, target_digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -119,12 +118,11 @@ def _stated(
     settings: DataSettings, layer_ids: tuple[int, ...], target: PreTrainedModel
 ) -> dict[str, Any]:
     """Return what a manifest says of how texts are made."""
-    weight = embedding_of(target)[:256].float().cpu().contiguous()
     made = {k: v for k, v in vars(settings).items() if k != "more_texts"}
     return {
         **{k: list(v) if isinstance(v, tuple) else v for k, v in made.items()},
         "layer_ids": list(layer_ids),
-        "target": hashlib.sha256(weight.numpy().tobytes()).hexdigest()[:16],
+        "target": target_digest(target),
     }
 
 
@@ -133,8 +131,12 @@ def _check_more_texts(folder: Path, stated: dict[str, Any]) -> None:
     if not corpus_is_complete(folder):
         raise SettingsError(f"data.more_texts: {folder} does not hold the whole texts of a run")
     found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    if found.get("target") != stated["target"]:
+        raise SettingsError(
+            f"data.more_texts: {folder} was made with another target: leave the folder out"
+        )
     # Features and laws are stacked; a prompt held out here must not be learnt there.
-    for key in ("target", "layer_ids", "num_laws", "held_out_share"):
+    for key in ("layer_ids", "num_laws", "held_out_share"):
         if found.get(key) != stated[key]:
             raise SettingsError(
                 f"data.more_texts: {folder} was made with {key} {found.get(key)!r}, and this run "

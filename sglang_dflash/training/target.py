@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target: how it is loaded, and where its answers end."""
+"""The target: how it is loaded, what it is known by, and where its answers end."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from typing import TYPE_CHECKING, Any
 
+from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.settings import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_target", "stop_tokens"]
+__all__ = ["load_target", "stop_tokens", "target_digest"]
 
 # Ends of a turn that some checkpoints state nowhere; SGLang stops at them all the same.
 _TURN_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
@@ -52,3 +58,27 @@ def stop_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> 
         stated = getattr(part, "eos_token_id", None)  # one, several or none
         stops.update([stated] if isinstance(stated, int) else stated or ())
     return frozenset(stops)
+
+
+def target_digest(target: PreTrainedModel) -> str:
+    """Return what a target is known by: a hash of rows of its embedding and of three layers.
+
+    The embedding alone does not tell a fine-tune from its base, which often share it.
+    """
+    digest = hashlib.sha256()
+    for rows in (embedding_of(target)[:256], *_layer_rows(target)):
+        digest.update(rows.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _layer_rows(target: PreTrainedModel) -> Iterator[torch.Tensor]:
+    """Yield [4, columns], the first rows of each matrix of the first, middle and last layer."""
+    layers: dict[int, list[torch.Tensor]] = {}
+    for name, weight in target.named_parameters():
+        number = re.search(r"\.(\d+)\.", name)
+        if number is not None and weight.dim() >= 2:
+            layers.setdefault(int(number[1]), []).append(weight)
+    known = sorted(layers)
+    for number in sorted({known[0], known[len(known) // 2], known[-1]}) if known else ():
+        for weight in layers[number]:
+            yield weight.flatten(0, -2)[:4]

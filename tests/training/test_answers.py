@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from contextlib import nullcontext
@@ -166,6 +167,16 @@ def test_texts_made_otherwise_are_refused(target: Any, tokenizer: Any, tmp_path:
     build_corpus(tmp_path, target, tokenizer, SETTINGS, (0, 2), quiet=True)
     with pytest.raises(SettingsError, match="another layer_ids"):
         build_corpus(tmp_path, target, tokenizer, SETTINGS, (0, 1), quiet=True)
+
+
+def test_texts_of_a_targets_base_are_refused(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    build_corpus(tmp_path / "base", target, tokenizer, SETTINGS, (0, 2), quiet=True)
+    tuned = copy.deepcopy(target)
+    tuned.model.layers[0].mlp.up_proj.weight[0] += 1.0
+    more = dataclasses.replace(SETTINGS, more_texts=(str(tmp_path / "base"),))
+    for folder, settings in ("base", SETTINGS), ("own", more):
+        with pytest.raises(SettingsError, match="made with another target"):
+            build_corpus(tmp_path / folder, tuned, tokenizer, settings, (0, 2), quiet=True)
 
 
 def test_changed_prompts_are_refused(target: Any, tokenizer: Any, tmp_path: Path) -> None:

@@ -6,10 +6,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from pairs import Pair
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-from sglang_dflash.training.target import stop_tokens
+from sglang_dflash.training.target import stop_tokens, target_digest
 
 
 def tiny_target(**changes: Any) -> Qwen3ForCausalLM:
@@ -38,3 +39,13 @@ def test_an_answer_ends_at_every_token_that_the_checkpoint_names(tokenizer: Any)
     target.generation_config = None
     assert stop_tokens(target, tokenizer) == {7, tokenizer.eos_token_id}
     assert stop_tokens(tiny_target(eos_token_id=[7, 6]), tokenizer) >= {6, 7}
+
+
+@pytest.mark.parametrize("part", ["0.self_attn.q_proj", "2.mlp.up_proj", "4.mlp.down_proj"])
+def test_a_fine_tune_with_its_bases_embedding_is_another_target(part: str) -> None:
+    target = tiny_target()
+    known = target_digest(target)
+    assert target_digest(target) == known
+    with torch.no_grad():
+        target.model.layers.get_submodule(part).weight[0, 0] += 1.0
+    assert target_digest(target) != known
