@@ -134,7 +134,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
     from sglang_dflash.training.checkpoint import state_path
     from sglang_dflash.training.data import build_corpus, corpus_is_complete
     from sglang_dflash.training.earlier import read_earlier, settled
-    from sglang_dflash.training.frozen import embedding_of, head_of
+    from sglang_dflash.training.frozen import borrowed
     from sglang_dflash.training.initial import draft_config_json
     from sglang_dflash.training.loop import Trainer
     from sglang_dflash.training.ranks import process_rank
@@ -150,7 +150,9 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
             )
         earlier = read_earlier(settings.draft)
         settings = dataclasses.replace(settings, draft=settled(settings.draft, earlier))
-        target, tokenizer = load_target(arguments.target, rank.device)
+        target, tokenizer = load_target(arguments.target)
+        if not corpus_is_complete(texts):  # else none of its layers has to run
+            target.to(rank.device)
         config = draft_config_json(target, tokenizer, settings.draft, earlier)
         layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
         draft = _first_draft(config, target, settings)
@@ -162,7 +164,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
             return
         if rank.is_first:
             _write_recipe(run / "settings.json", arguments, settings)
-        embedding, head = embedding_of(target), head_of(target)
+        embedding, head = borrowed(target, rank.device)
         del target  # its layers are done; the draft needs their memory
         trainer = Trainer(draft, embedding, head, corpus, settings, config, rank)
         # A run that was stopped while it made its texts has no state yet.

@@ -11,7 +11,18 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-__all__ = ["embedding_of", "head_of"]
+__all__ = ["borrowed", "embedding_of", "head_of"]
+
+
+def borrowed(target: PreTrainedModel, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return embedding and output head on a device, [V, H] each; one tensor where they are tied.
+
+    Raises:
+        SettingsError: the target has none, or not of one weight each.
+    """
+    embedding, head = embedding_of(target), head_of(target)
+    moved = embedding.to(device)
+    return moved, moved if head is embedding else head.to(device)
 
 
 def embedding_of(target: PreTrainedModel) -> torch.Tensor:

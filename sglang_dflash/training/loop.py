@@ -53,8 +53,8 @@ class Trainer:
 
         Args:
             draft: Float32; it is trained in place.
-            embedding: [V, H], the target's.
-            head: [V, H], the target's.
+            embedding: [V, H], the target's, on this process's device.
+            head: [V, H], the target's, there too.
             corpus: The texts.
             settings: Of the run.
             config: The draft's config.json.
@@ -69,10 +69,8 @@ class Trainer:
         seen = corpus.vocabulary(corpus.split(held_out=False))
         vocabulary = seen.to(rank.device) if train.softmax_vocabulary == "seen" else None
         self._tokens = known_tokens(seen, settings.draft.init_from_draft)
-        self._head = head.to(rank.device)
-        self._loss = BlockLoss(
-            self._draft, embedding.to(rank.device), self._head, train, vocabulary
-        )
+        self._head = head
+        self._loss = BlockLoss(self._draft, embedding, head, train, vocabulary)
         self._optimizer = Optimizers(self._draft.named_parameters(), train)
         self._order = Order(corpus, train.texts_per_batch, train.seed)
         self._measured = corpus.split(held_out=True)[: train.eval_texts]

@@ -21,28 +21,30 @@ __all__ = ["load_target", "stop_tokens", "target_digest"]
 
 # Ends of a turn that some checkpoints state nowhere; SGLang stops at them all the same.
 _TURN_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+# Kinds of layers whose cache is keys and values, one each a token.
+_ATTENTION = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
-def load_target(name: str, device: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a target without gradients, and its tokenizer.
+
+    Its weights are mapped from the files: what is not used is not read, and processes share it.
 
     Args:
         name: A folder or a hub name.
-        device: Where it answers.
 
     Raises:
-        SettingsError: transformers cannot load it.
+        SettingsError: transformers cannot load it, or it has layers that are no attention.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     if not os.path.exists(name) and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise SettingsError(f"TARGET {name}: neither a folder nor a hub name")
-    try:
-        target = AutoModelForCausalLM.from_pretrained(name, dtype="auto")
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"TARGET {name}: transformers cannot load it: {error}") from error
-    return target.to(device).eval().requires_grad_(False), tokenizer
+    config = _loaded(AutoConfig, name).get_text_config()
+    _check_layers(name, set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    target = _loaded(AutoModelForCausalLM, name, dtype="auto")
+    _check_layers(name, {"recurrent"} if target._is_stateful else set())
+    return target.eval().requires_grad_(False), _loaded(AutoTokenizer, name)
 
 
 def stop_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
@@ -69,6 +71,22 @@ def target_digest(target: PreTrainedModel) -> str:
     for rows in (embedding_of(target)[:256], *_layer_rows(target)):
         digest.update(rows.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _loaded(kind: Any, name: str, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(name, **options)
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"TARGET {name}: transformers cannot load it: {error}") from error
+
+
+def _check_layers(name: str, others: set[str]) -> None:
+    """Refuse a target with layers whose cache is more than keys and values."""
+    if others:
+        raise SettingsError(
+            f"TARGET {name}: it has {', '.join(sorted(others))} layers, and train can decode "
+            f"{', '.join(sorted(_ATTENTION))} alone: take another target"
+        )
 
 
 def _layer_rows(target: PreTrainedModel) -> Iterator[torch.Tensor]:

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import Pair
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
-from sglang_dflash.training.target import stop_tokens, target_digest
+from sglang_dflash.training.frozen import borrowed
+from sglang_dflash.training.settings import SettingsError
+from sglang_dflash.training.target import load_target, stop_tokens, target_digest
 
 
 def tiny_target(**changes: Any) -> Qwen3ForCausalLM:
@@ -49,3 +52,18 @@ def test_a_fine_tune_with_its_bases_embedding_is_another_target(part: str) -> No
     with torch.no_grad():
         target.model.layers.get_submodule(part).weight[0, 0] += 1.0
     assert target_digest(target) != known
+
+
+def test_a_tied_head_is_moved_once() -> None:
+    device = torch.device("meta")
+    embedding, head = borrowed(tiny_target(tie_word_embeddings=True), device)
+    assert embedding is head
+    embedding, head = borrowed(tiny_target(tie_word_embeddings=False), device)
+    assert embedding is not head
+    assert embedding.device == head.device == device
+
+
+def test_a_target_with_recurrent_layers_is_refused_by_its_config_alone(tmp_path: Path) -> None:
+    Qwen3_5TextConfig().save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="it has linear_attention layers"):
+        load_target(str(tmp_path))

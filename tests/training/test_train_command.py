@@ -12,7 +12,7 @@ import pytest
 import torch
 from drafts import MADE_BLOCK, train
 from pairs import Pair
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_dflash.draft.checkpoint import check_checkpoint
 from sglang_dflash.hf import load_draft, spec_generate
@@ -71,21 +71,46 @@ def test_resuming_a_finished_run_changes_nothing(made: Path, llama_pair: Pair) -
     assert (made / "model.safetensors").read_bytes() == before
 
 
-def test_a_draft_with_another_mask_goes_on_as_it_is(llama_pair: Pair, tmp_path: Path) -> None:
+@pytest.fixture
+def few_texts(tmp_path: Path) -> list[str | Path]:
+    """Arguments of a run that is over in a second."""
+    prompts, config = tmp_path / "prompts.txt", tmp_path / "settings.yaml"
+    prompts.write_text("\n".join("abcdefgh"))
+    config.write_text(
+        "draft: {num_layers: 2, target_layer_ids: [0, 1, 2]}\n"
+        "data: {max_new_tokens: 4, held_out_share: 0.5}\n"
+        "train: {steps: 1, texts_per_batch: 2}\n"
+    )
+    return ["--config", config, "--prompts", prompts]
+
+
+def test_a_draft_with_another_mask_goes_on_as_it_is(
+    llama_pair: Pair, few_texts: list[str | Path], tmp_path: Path
+) -> None:
     earlier = tmp_path / "earlier"
     shutil.copytree(llama_pair.draft, earlier)
     stated = json.loads((earlier / "config.json").read_text())
     stated["dflash_config"]["mask_token_id"] = 300  # a new draft would have 259
     (earlier / "config.json").write_text(json.dumps(stated))
-    prompts, config = tmp_path / "prompts.txt", tmp_path / "settings.yaml"
-    prompts.write_text("\n".join("abcdefgh"))
-    config.write_text(
-        "data: {max_new_tokens: 4, held_out_share: 0.5}\ntrain: {steps: 1, texts_per_batch: 2}"
-    )
-    arguments = ["--config", config, "--prompts", prompts, "--init-from-draft", earlier]
+    arguments = [*few_texts, "--init-from-draft", earlier]
     assert train(llama_pair.target, tmp_path / "draft", *arguments) == 0
     made = check_checkpoint(str(tmp_path / "draft"))
     assert (made.mask_token_id, made.block_size, made.num_layers) == (300, 8, 2)
+
+
+def test_with_all_texts_there_the_target_stays_where_it_is(
+    llama_pair: Pair,
+    few_texts: list[str | Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moves = []
+    real = PreTrainedModel.to
+    monkeypatch.setattr(PreTrainedModel, "to", lambda *a, **k: moves.append(a) or real(*a, **k))
+    assert train(llama_pair.target, tmp_path / "draft", *few_texts, "--data-only") == 0
+    assert len(moves) == 1
+    assert train(llama_pair.target, tmp_path / "draft", *few_texts) == 0
+    assert len(moves) == 1
 
 
 @pytest.mark.parametrize(
