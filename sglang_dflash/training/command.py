@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_train_parser", "run_train"]
 
-log = logging.getLogger(__name__)
-
 FAILED, BAD_USAGE = 1, 2
 
 
@@ -141,6 +139,9 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
     from sglang_dflash.training.target import load_target
 
     with process_rank(arguments.device) as rank:
+        quiet = arguments.quiet or not rank.is_first
+        if not quiet:
+            _show_log()
         run = arguments.out / "training"
         texts = arguments.data or run / "data"
         if rank.count > 1 and not corpus_is_complete(texts):
@@ -156,7 +157,6 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
         config = draft_config_json(target, tokenizer, settings.draft, earlier)
         layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
         draft = _first_draft(config, target, settings)
-        quiet = arguments.quiet or not rank.is_first
         run.mkdir(parents=True, exist_ok=True)
         corpus = build_corpus(texts, target, tokenizer, settings.data, layer_ids, quiet=quiet)
         _check_split(corpus.split(held_out=False), settings.train)
@@ -170,6 +170,12 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
         # A run that was stopped while it made its texts has no state yet.
         resume = arguments.resume and state_path(run).exists()
         trainer.run(run, arguments.out, resume=resume, quiet=quiet)
+
+
+def _show_log() -> None:
+    """Let be seen what the package logs: what is left out, and what the texts can need."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("sglang_dflash").setLevel(logging.INFO)
 
 
 def _first_draft(config: dict[str, Any], target: PreTrainedModel, settings: Settings) -> BlockDraft:

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from sglang_dflash.training.answers import answer, capture
 from sglang_dflash.training.auto_prompts import auto_file, auto_prompts, generator_for
 from sglang_dflash.training.captured import Capture, Text
+from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.prompts import (
     AUTO,
     Prompt,
@@ -78,10 +80,13 @@ def build_corpus(
     shards = [jobs[i : i + size] for i in range(0, len(jobs), size)]
     keep = Capture(layer_ids, settings.num_laws)
     stops = stop_tokens(target, tokenizer)
+    missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
+    if missing:
+        _check_space(folder, [job for i in missing for job in shards[i]], target, keep, settings)
     with tqdm(total=len(jobs), desc="texts", unit="text", disable=quiet) as bar:
         for number, part in enumerate(shards):
-            path = shard_path(folder, number)
-            if not path.exists():
+            if number in missing:
+                path = shard_path(folder, number)
                 _make_shard(path, number, part, target, keep, settings, stops)
             bar.update(len(part))
     _note(folder, "num_shards", len(shards))
@@ -219,6 +224,29 @@ def _job(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, settings: DataSetti
             response.append(tokenizer.eos_token_id)
     info = TextInfo(0, 0, 0, len(tokens), temperature, held_out, prompt.kind)
     return _Job(prompt, tokens, response, info)
+
+
+def _check_space(
+    folder: Path, jobs: list[_Job], target: PreTrainedModel, keep: Capture, settings: DataSettings
+) -> None:
+    """Log what texts still to make can need at most; refuse a disk that has less."""
+    most = settings.max_new_tokens
+    answers = [most if job.response is None else min(most, len(job.response)) for job in jobs]
+    tokens = sum(answers) + sum(len(job.tokens) for job in jobs)
+    # The token, its features in bfloat16, and for each likely token 4 bytes of id and 2 of law.
+    width = len(keep.layer_ids) * embedding_of(target).shape[1]
+    needed = tokens * (4 + 2 * width + 6 * keep.num_laws)
+    free = shutil.disk_usage(folder).free
+    log.info(
+        "%d texts to make: at most %d tokens, %.1f GB in %s, which has %.1f GB free",
+        *(len(jobs), tokens, needed / 1e9, folder, free / 1e9),
+    )
+    if needed > free:
+        raise SettingsError(
+            f"{folder}: the texts to make need up to {needed / 1e9:.1f} GB ({len(jobs)} texts, "
+            f"{tokens} tokens at most), and {free / 1e9:.1f} GB are free there: give fewer "
+            "prompts, lower data.max_new_tokens, or name a folder on another disk by --data"
+        )
 
 
 def _make_shard(

@@ -8,6 +8,7 @@ import dataclasses
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from sglang_dflash.hf import context_features
 from sglang_dflash.training.answers import answer, capture
 from sglang_dflash.training.captured import Capture, Text
 from sglang_dflash.training.data import build_corpus, corpus_is_complete
+from sglang_dflash.training.prompts import prompt_tokens
 from sglang_dflash.training.settings import DataSettings, SettingsError
 
 KEEP = Capture(layer_ids=(0, 2), num_laws=4)
@@ -227,6 +229,25 @@ def test_texts_that_cannot_stand_beside_others_are_refused_before_any_is_made(
     with pytest.raises(SettingsError, match=message):
         build_corpus(tmp_path / "now", target, tokenizer, settings, (0, 2), quiet=True)
     assert not list((tmp_path / "now").glob("*"))
+
+
+def test_a_disk_that_is_too_small_is_refused_before_a_text_is_made(
+    target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, texts = tmp_path / "prompts.txt", tmp_path / "texts"
+    file.write_text("\n".join("abcdefgh"))
+    settings = DataSettings(prompts=(str(file),), held_out_share=0.5, max_new_tokens=3)
+    prompt = len(prompt_tokens("a", tokenizer, settings))
+    needed = 8 * (prompt + 3) * (4 + 2 * 2 * 64 + 6 * 16)  # 2 layers of width 64, 16 laws
+    free = [needed - 1]
+    monkeypatch.setattr(
+        sglang_dflash.training.data.shutil, "disk_usage", lambda _: SimpleNamespace(free=free[0])
+    )
+    with pytest.raises(SettingsError, match=r"need up to .* GB .*lower data\.max_new_tokens"):
+        build_corpus(texts, target, tokenizer, settings, (0, 2), quiet=True)
+    assert not digest(texts)
+    for free[0] in needed, 0:  # what is there needs no more space
+        build_corpus(texts, target, tokenizer, settings, (0, 2), quiet=True)
 
 
 def test_given_responses_are_kept_and_each_prompt_is_taken_once(
