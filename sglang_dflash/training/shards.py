@@ -15,6 +15,8 @@ from sglang_dflash.training.captured import Text
 
 __all__ = ["Corpus", "TextInfo", "shard_path", "write_shard"]
 
+_TENSORS = ("tokens", "features", "law_ids", "law_logprobs")
+
 
 class TextInfo(NamedTuple):
     """What is known of a stored text without reading it.
@@ -48,15 +50,11 @@ def write_shard(path: Path, texts: list[Text], infos: list[TextInfo]) -> None:
 
     Args:
         path: The file.
-        texts: At least one.
+        texts: Any number; a shard whose answers were all too short has none.
         infos: One a text; `first` and `shard` are those that `Corpus` will state.
     """
-    tensors = {
-        "tokens": torch.cat([text.tokens for text in texts]),
-        "features": torch.cat([text.features for text in texts]),
-        "law_ids": torch.cat([text.law_ids for text in texts]),
-        "law_logprobs": torch.cat([text.law_logprobs for text in texts]),
-    }
+    rows = {name: [getattr(text, name) for text in texts] for name in _TENSORS}
+    tensors = {name: torch.cat(found) if found else torch.empty(0) for name, found in rows.items()}
     unfinished = path.with_suffix(".unfinished")
     save_file(tensors, unfinished, metadata={"texts": json.dumps(infos)})
     unfinished.replace(path)
@@ -87,10 +85,7 @@ class Corpus:
         info = self.infos[number]
         rows = slice(info.first, info.first + info.length)
         file = self._files[info.shard]
-        parts = {
-            name: file.get_slice(name)[rows]
-            for name in ("tokens", "features", "law_ids", "law_logprobs")
-        }
+        parts = {name: file.get_slice(name)[rows] for name in _TENSORS}
         return Text(start=info.start, **parts)
 
     def vocabulary(self, numbers: list[int]) -> torch.Tensor:

@@ -250,6 +250,22 @@ def test_a_disk_that_is_too_small_is_refused_before_a_text_is_made(
         build_corpus(texts, target, tokenizer, settings, (0, 2), quiet=True)
 
 
+def test_a_shard_may_have_no_usable_text(target: Any, tokenizer: Any, tmp_path: Path) -> None:
+    """An answer of one token has no row that learns."""
+    file, texts = tmp_path / "prompts.jsonl", tmp_path / "texts"
+    entries = [{"prompt": f"say {i}", "response": "ab" if i == 7 else "a"} for i in range(8)]
+    file.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    settings = DataSettings(prompts=(str(file),), held_out_share=0.5, texts_per_shard=1)
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.eos_token = None  # else it is the second token of each
+    for _ in range(2):
+        corpus = build_corpus(texts, target, tokenizer, settings, (0, 2), quiet=True)
+        assert len(list(texts.glob("texts-*.safetensors"))) == 8
+        assert [corpus.read(0).tokens[-2:].tolist()] == [[ord("a"), ord("b")]]
+        assert corpus.vocabulary([0]).tolist()
+        assert len(corpus.infos) == 1
+
+
 def test_given_responses_are_kept_and_each_prompt_is_taken_once(
     target: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
