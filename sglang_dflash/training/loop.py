@@ -86,6 +86,8 @@ class Trainer:
     ) -> list[dict[str, Any]]:
         """Train to the end; leave the draft in `out`, and return the figures.
 
+        Only the first process writes, shows and returns anything.
+
         Args:
             folder: Of the run's state and history.
             out: Of the draft; it is written with every state.
@@ -99,23 +101,27 @@ class Trainer:
         if resume:
             done = load_state(folder, self._draft, self._optimizer, identity)
         model = self._parallel_model()
-        show = not quiet and self._rank.is_first
-        history = History(folder, train.steps, done.step, quiet=not show)
+        history = None
+        if self._rank.is_first:
+            history = History(folder, train.steps, done.step, quiet=quiet)
         metrics, began = dict(done.metrics), time.monotonic()
         for step in range(done.step, train.steps):
             loss = self._step(model, step)
             metrics = {"loss": metrics["loss"] + loss, "count": metrics["count"] + 1}
-            history.step(loss)
-            if _is_due(step + 1, train.eval_every, train.steps) and self._rank.is_first:
+            if history is not None:
+                history.step(loss)
+            if history is not None and _is_due(step + 1, train.eval_every, train.steps):
                 seconds = time.monotonic() - began
                 history.write(self._figures(step + 1, metrics, seconds))
                 metrics = {"loss": 0.0, "count": 0}
-            if _is_due(step + 1, train.checkpoint_every, train.steps) and self._rank.is_first:
+            if self._rank.is_first and _is_due(step + 1, train.checkpoint_every, train.steps):
                 place = Resumed(step + 1, metrics)
                 save_state(folder, self._draft, self._optimizer, place, identity)
                 export_draft(out, self._draft, self._config, self._tokens)
             if after_step is not None:
                 after_step(step + 1)
+        if history is None:
+            return []
         history.close()
         return history.entries()
 

@@ -120,6 +120,15 @@ def test_another_seed_gives_other_weights(tmp_path: Path) -> None:
         assert_same_weights(*folders)
 
 
+def test_only_the_first_process_writes(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").write_text("the first one's")
+    trainer = trainer_of(tmp_path, rank=Rank(1, 1, torch.device("cpu")))
+    before = sorted(tmp_path.rglob("*"))
+    assert trainer.run(tmp_path, tmp_path, quiet=True) == []
+    assert (tmp_path / "history.jsonl").read_text() == "the first one's"
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_what_is_left_is_a_checkpoint(tmp_path: Path) -> None:
     trainer_of(tmp_path).run(tmp_path, tmp_path, quiet=True)
     config = DraftConfig.from_pretrained(tmp_path)
