@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from sglang_dflash.training.model import BlockDraft
     from sglang_dflash.training.optimizers import Optimizers
 
-__all__ = ["Resumed", "export_draft", "known_tokens", "load_state", "save_state", "state_path"]
+__all__ = [
+    "ALL_BATCHES",
+    "Resumed",
+    "export_draft",
+    "known_tokens",
+    "load_state",
+    "save_state",
+    "state_path",
+]
+
+# Of an identity, in the section train: the batches of a step, which several processes share.
+ALL_BATCHES = "accumulate x processes"
+_LATER = (ALL_BATCHES, "prompts_sha256")  # runs are resumed that began before these were there
 
 
 class Resumed(NamedTuple):
@@ -76,13 +88,7 @@ def load_state(
         raise SettingsError(f"--resume: {path} is not there; leave the option out to begin")
     device = next(draft.parameters()).device
     state = torch.load(path, map_location=device, weights_only=True)
-    found = json.loads(state["identity"])
-    differing = [
-        f"{section}.{key} ({found.get(section, {}).get(key)!r}, now {value!r})"
-        for section, values in identity.items()
-        for key, value in values.items()
-        if found.get(section, {}).get(key) != value
-    ]
+    differing = _differing(json.loads(state["identity"]), identity)
     if differing:
         raise SettingsError(
             f"--resume: {path} is of a run with another {', '.join(differing)}: restore these "
@@ -91,6 +97,19 @@ def load_state(
     draft.load_state_dict(state["draft"])
     optimizer.load_state_dict(state["optimizer"])
     return Resumed(state["step"], state["metrics"])
+
+
+def _differing(found: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Return what a state and this run do not have alike, in words."""
+    differing = []
+    for section, values in identity.items():
+        known = found.get(section, {})
+        for key, value in values.items():
+            is_replaced = key == "accumulate" and ALL_BATCHES in known
+            is_unknown = key in _LATER and key not in known
+            if not is_replaced and not is_unknown and known.get(key) != value:
+                differing.append(f"{section}.{key} ({known.get(key)!r}, now {value!r})")
+    return differing
 
 
 def known_tokens(seen: torch.Tensor, earlier: str | None) -> torch.Tensor | None:

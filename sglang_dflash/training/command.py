@@ -55,7 +55,12 @@ def add_train_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     add("--seed", type=int, metavar="N", help="data.seed and train.seed")
     add("--init-from-target-layers", action="store_true", default=None, help="start from these")
     add("--init-from-draft", metavar="DRAFT", help="start from this draft, to fit it to a target")
-    add("--data", type=Path, metavar="DIR", help="folder of the texts; default: OUT/training/data")
+    add(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="folder of the texts; default: the run's, which is OUT/training/data where it is new",
+    )
     add(
         "--more-texts",
         action="append",
@@ -143,7 +148,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
         if not quiet:
             _show_log()
         run = arguments.out / "training"
-        texts = arguments.data or run / "data"
+        texts = _texts_folder(arguments, run)
         if rank.count > 1 and not corpus_is_complete(texts):
             raise SettingsError(
                 f"{texts}: the texts are not all there; make them by one process with --data-only "
@@ -158,12 +163,15 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
         layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
         draft = _first_draft(config, target, settings)
         run.mkdir(parents=True, exist_ok=True)
+        recipe = _recipe(arguments, settings, texts)
+        if rank.is_first and not (arguments.data_only or arguments.resume):
+            _recipe_path(run).write_text(recipe, encoding="utf-8")
         corpus = build_corpus(texts, target, tokenizer, settings.data, layer_ids, quiet=quiet)
         _check_split(corpus.split(held_out=False), settings.train)
         if arguments.data_only:
             return
-        if rank.is_first:
-            _write_recipe(run / "settings.json", arguments, settings)
+        if rank.is_first:  # also of a run that is resumed with its texts elsewhere
+            _recipe_path(run).write_text(recipe, encoding="utf-8")
         embedding, head = borrowed(target, rank.device)
         del target  # its layers are done; the draft needs their memory
         trainer = Trainer(draft, embedding, head, corpus, settings, config, rank)
@@ -199,7 +207,31 @@ def _check_split(numbers: list[int], settings: LoopSettings) -> None:
         )
 
 
-def _write_recipe(path: Path, arguments: argparse.Namespace, settings: Settings) -> None:
-    """Keep what a model card needs to say how the draft was made."""
-    recipe = {"target": arguments.target, "settings": settings.as_dict()}
-    path.write_text(json.dumps(recipe, indent=1) + "\n", encoding="utf-8")
+def _recipe_path(run: Path) -> Path:
+    return run / "settings.json"
+
+
+def _recipe(arguments: argparse.Namespace, settings: Settings, texts: Path) -> str:
+    """Return what a model card needs to say how the draft was made, and `--resume` to go on."""
+    is_named = texts != arguments.out / "training" / "data"
+    recipe = {
+        "target": arguments.target,
+        "data": str(texts.resolve()) if is_named else None,
+        "settings": settings.as_dict(),
+    }
+    return json.dumps(recipe, indent=1) + "\n"
+
+
+def _texts_folder(arguments: argparse.Namespace, run: Path) -> Path:
+    """Return where the texts are: a run that is resumed knows it."""
+    if arguments.data is not None:
+        return arguments.data
+    path = _recipe_path(run)
+    known = None
+    if arguments.resume and path.exists():
+        known = json.loads(path.read_text(encoding="utf-8")).get("data")
+    if known is None:
+        return run / "data"
+    if not Path(known).is_dir():
+        raise SettingsError(f"--resume: the texts were in {known}, and are not: name --data")
+    return Path(known)

@@ -30,7 +30,14 @@ from sglang_dflash.training.prompts import (
     share_of,
 )
 from sglang_dflash.training.settings import DataSettings, SettingsError
-from sglang_dflash.training.shards import Corpus, TextInfo, shard_path, write_shard
+from sglang_dflash.training.shards import (
+    Corpus,
+    TextInfo,
+    manifest_path,
+    read_manifest,
+    shard_path,
+    write_shard,
+)
 from sglang_dflash.training.target import stop_tokens, target_digest
 
 if TYPE_CHECKING:
@@ -39,8 +46,6 @@ if TYPE_CHECKING:
 __all__ = ["build_corpus", "corpus_is_complete"]
 
 log = logging.getLogger(__name__)
-
-_MANIFEST = "manifest.json"
 
 
 def build_corpus(
@@ -95,10 +100,7 @@ def build_corpus(
 
 def corpus_is_complete(folder: Path) -> bool:
     """Tell whether `build_corpus` has finished there."""
-    manifest = folder / _MANIFEST
-    if not manifest.is_file():
-        return False
-    number = json.loads(manifest.read_text(encoding="utf-8")).get("num_shards")
+    number = read_manifest(folder).get("num_shards")
     return number is not None and all(shard_path(folder, i).exists() for i in range(number))
 
 
@@ -135,7 +137,7 @@ def _check_more_texts(folder: Path, stated: dict[str, Any]) -> None:
     """Refuse a folder whose texts cannot stand beside those of this run."""
     if not corpus_is_complete(folder):
         raise SettingsError(f"data.more_texts: {folder} does not hold the whole texts of a run")
-    found = json.loads((folder / _MANIFEST).read_text(encoding="utf-8"))
+    found = read_manifest(folder)
     if found.get("target") != stated["target"]:
         raise SettingsError(
             f"data.more_texts: {folder} was made with another target: leave the folder out"
@@ -151,13 +153,13 @@ def _check_more_texts(folder: Path, stated: dict[str, Any]) -> None:
 
 def _check_manifest(folder: Path, stated: dict[str, Any]) -> None:
     """Note how the texts are made, or refuse a folder whose texts were made otherwise."""
-    path = folder / _MANIFEST
+    path = manifest_path(folder)
     # A run that failed before it made anything binds nobody.
     has_texts = shard_path(folder, 0).exists() or auto_file(folder).exists()
     if not path.exists() or not has_texts:
         path.write_text(json.dumps(stated, indent=1), encoding="utf-8")
         return
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_manifest(folder)
     differing = [key for key in stated if found.get(key) != stated[key]]
     if differing:
         raise SettingsError(
@@ -171,15 +173,15 @@ def _note(folder: Path, key: str, value: Any) -> None:
 
     Nothing is written where it says so already: several processes may read a finished folder.
     """
-    path = folder / _MANIFEST
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = read_manifest(folder)
     if found.get(key, value) != value:
         raise SettingsError(
             f"{folder} holds texts of other prompts ({key} is {found[key]}, now {value}): restore "
             "the prompt files, or name another folder by --data"
         )
     if key not in found:
-        path.write_text(json.dumps(found | {key: value}, indent=1), encoding="utf-8")
+        text = json.dumps(found | {key: value}, indent=1)
+        manifest_path(folder).write_text(text, encoding="utf-8")
 
 
 def _jobs(

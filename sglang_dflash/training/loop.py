@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sglang_dflash.training.batches import Order, draw_batch
 from sglang_dflash.training.checkpoint import (
+    ALL_BATCHES,
     Resumed,
     export_draft,
     known_tokens,
@@ -132,6 +133,8 @@ class Trainer:
             del identity["train"][free]
         if not identity["data"]["more_texts"]:
             del identity["data"]["more_texts"]  # runs are resumed that began before it was there
+        identity["data"]["prompts_sha256"] = self._corpus.prompts_sha256
+        identity["train"][ALL_BATCHES] = self._settings.train.accumulate * self._rank.count
         return identity | {"config": self._config}
 
     def _parallel_model(self) -> torch.nn.Module:

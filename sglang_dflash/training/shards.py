@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from sglang_dflash.training.captured import Text
 
-__all__ = ["Corpus", "TextInfo", "shard_path", "write_shard"]
+__all__ = ["Corpus", "TextInfo", "manifest_path", "read_manifest", "shard_path", "write_shard"]
 
 _TENSORS = ("tokens", "features", "law_ids", "law_logprobs")
 
@@ -38,6 +38,17 @@ class TextInfo(NamedTuple):
     temperature: float
     held_out: bool
     kind: str
+
+
+def manifest_path(folder: Path) -> Path:
+    """Return where a folder says how its texts are made."""
+    return folder / "manifest.json"
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return what a folder says of how its texts are made; nothing where it does not."""
+    path = manifest_path(folder)
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -65,10 +76,12 @@ class Corpus:
 
     Attributes:
         infos: One a text, in the order of folders and shards; `shard` counts through the folders.
+        prompts_sha256: Of each folder's prompts; None where it does not say.
     """
 
     def __init__(self, *folders: Path) -> None:
         paths = [path for each in folders for path in sorted(each.glob("texts-*.safetensors"))]
+        self.prompts_sha256 = [read_manifest(each).get("prompts_sha256") for each in folders]
         self._files = [safe_open(path, framework="pt") for path in paths]
         self.infos = [
             TextInfo(*stated)._replace(shard=number)

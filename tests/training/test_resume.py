@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -140,6 +141,43 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     trainer_of(tmp_path).run(tmp_path, tmp_path, quiet=True)
     with pytest.raises(SettingsError, match=r"train\.learning_rate \(0\.01, now 0\.5\)"):
         trainer_of(tmp_path, learning_rate=0.5).run(tmp_path, tmp_path, resume=True, quiet=True)
+
+
+def test_a_run_goes_on_with_as_many_batches_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "sglang_dflash.training.loop.DistributedDataParallel", lambda model, **_: model
+    )
+    trainer_of(tmp_path, accumulate=2).run(tmp_path, tmp_path, quiet=True)
+    two = Rank(0, 2, torch.device("cpu"))
+    trainer_of(tmp_path, rank=two, accumulate=1).run(tmp_path, tmp_path, resume=True, quiet=True)
+    with pytest.raises(SettingsError, match=r"train\.accumulate x processes \(2, now 4\)"):
+        trainer_of(tmp_path, rank=two, accumulate=2).run(
+            tmp_path, tmp_path, resume=True, quiet=True
+        )
+
+
+def test_a_run_goes_on_with_its_own_texts(tmp_path: Path) -> None:
+    manifest = tmp_path / "texts" / "manifest.json"
+    manifest.parent.mkdir()
+    manifest.write_text('{"prompts_sha256": "a"}')
+    trainer_of(tmp_path).run(tmp_path, tmp_path, quiet=True)
+    trainer_of(tmp_path).run(tmp_path, tmp_path, resume=True, quiet=True)
+    manifest.write_text('{"prompts_sha256": "b"}')
+    with pytest.raises(SettingsError, match=r"data\.prompts_sha256 \(\['a'\], now \['b'\]\)"):
+        trainer_of(tmp_path).run(tmp_path, tmp_path, resume=True, quiet=True)
+
+
+def test_a_state_of_before_these_were_noted_goes_on(tmp_path: Path) -> None:
+    trainer_of(tmp_path).run(tmp_path, tmp_path, quiet=True)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    identity = json.loads(state["identity"])
+    del identity["data"]["prompts_sha256"], identity["train"]["accumulate x processes"]
+    torch.save(state | {"identity": json.dumps(identity)}, tmp_path / "state.pt")
+    trainer_of(tmp_path).run(tmp_path, tmp_path, resume=True, quiet=True)
+    with pytest.raises(SettingsError, match=r"train\.accumulate \(2, now 4\)"):
+        trainer_of(tmp_path, accumulate=4).run(tmp_path, tmp_path, resume=True, quiet=True)
 
 
 def test_the_rate_rises_straight_and_falls_to_nothing() -> None:

@@ -113,6 +113,34 @@ def test_with_all_texts_there_the_target_stays_where_it_is(
     assert len(moves) == 1
 
 
+def test_a_stopped_run_knows_where_its_texts_are(
+    llama_pair: Pair,
+    few_texts: list[str | Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draft, texts = tmp_path / "draft", tmp_path / "texts"
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sglang_dflash.training.data.write_shard", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        train(llama_pair.target, draft, *few_texts, "--data", texts)
+    monkeypatch.undo()
+    for _ in range(2):  # without a state, and with one
+        assert train(llama_pair.target, draft, *few_texts, "--resume") == 0
+    assert not (draft / "training" / "data").exists()
+    assert len(Corpus(texts).infos) == 8
+    texts.rename(tmp_path / "moved")
+    assert train(llama_pair.target, draft, *few_texts, "--resume") == 2
+    assert "name --data" in capsys.readouterr().err
+    moved = ["--resume", "--data", tmp_path / "moved"]
+    for arguments in moved, ["--resume"]:
+        assert train(llama_pair.target, draft, *few_texts, *arguments) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
