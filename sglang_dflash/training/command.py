@@ -10,11 +10,13 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.training.prompts import check_sources
 from sglang_dflash.training.settings import LoopSettings, Settings, SettingsError
 from sglang_dflash.training.settings_file import settings_from_yaml
 
@@ -83,6 +85,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     try:
         settings = _settings(arguments)
         _check_folder(arguments)
+        check_sources(settings.data.prompts)
         _train(arguments, settings)
     except SettingsError as error:
         return _complain(error, BAD_USAGE)
@@ -124,6 +127,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _check_folder(arguments: argparse.Namespace) -> None:
+    _check_place("OUT", arguments.out)
     run = arguments.out / "training"
     if (run / "state.pt").exists() and not arguments.resume and not arguments.data_only:
         raise SettingsError(f"{arguments.out} holds a run: add --resume, or name another folder")
@@ -131,6 +135,16 @@ def _check_folder(arguments: argparse.Namespace) -> None:
         raise SettingsError(f"{arguments.out} holds a model that is no run of this: name another")
     if arguments.resume and not run.exists():
         raise SettingsError(f"--resume: {arguments.out} holds no run; leave the option out")
+
+
+def _check_place(option: str, path: Path) -> None:
+    """Refuse a path at which no folder can be written."""
+    whole = path.absolute()
+    nearest = next(each for each in (whole, *whole.parents) if os.path.exists(each))
+    if not nearest.is_dir():
+        raise SettingsError(f"{option} {path}: {nearest} is a file, expected a folder")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise SettingsError(f"{option} {path}: {nearest} cannot be written; name another folder")
 
 
 def _train(arguments: argparse.Namespace, settings: Settings) -> None:
@@ -149,7 +163,10 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
             _show_log()
         run = arguments.out / "training"
         texts = _texts_folder(arguments, run)
-        if rank.count > 1 and not corpus_is_complete(texts):
+        is_complete = corpus_is_complete(texts)
+        if not is_complete:
+            _check_place("--data", texts)
+        if not is_complete and rank.count > 1:
             raise SettingsError(
                 f"{texts}: the texts are not all there; make them by one process with --data-only "
                 "before torchrun"
@@ -157,7 +174,7 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
         earlier = read_earlier(settings.draft)
         settings = dataclasses.replace(settings, draft=settled(settings.draft, earlier))
         target, tokenizer = load_target(arguments.target)
-        if not corpus_is_complete(texts):  # else none of its layers has to run
+        if not is_complete:  # else none of its layers has to run
             target.to(rank.device)
         config = draft_config_json(target, tokenizer, settings.draft, earlier)
         layer_ids = tuple(config["dflash_config"]["target_layer_ids"])

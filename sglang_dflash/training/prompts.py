@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,11 +14,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sglang_dflash.training.settings import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from transformers import PreTrainedTokenizerBase
 
     from sglang_dflash.training.settings import DataSettings
 
-__all__ = ["AUTO", "Prompt", "Source", "parse_source", "prompt_tokens", "read_prompts", "share_of"]
+__all__ = [
+    "AUTO",
+    "Prompt",
+    "Source",
+    "check_sources",
+    "parse_source",
+    "prompt_tokens",
+    "read_prompts",
+    "share_of",
+]
 
 AUTO = "auto"
 _TEXT_KEYS = ("prompt", "question", "instruction", "text")
@@ -50,6 +62,14 @@ class Source(NamedTuple):
     limit: int | None
 
 
+def check_sources(stated: Iterable[str]) -> None:
+    """Raise now what `parse_source` and `read_prompts` would raise after a target is loaded."""
+    for each in stated:
+        source = parse_source(each)
+        if source.name != AUTO:
+            read_prompts(source)
+
+
 def parse_source(stated: str) -> Source:
     """Return what `FILE`, `FILE:N` or `auto:N` says.
 
@@ -70,7 +90,8 @@ def read_prompts(source: Source) -> list[Prompt]:
     """Return the prompts of a JSONL file (.jsonl, .jsonl.gz, or plain text, one a line).
 
     A JSON line has one of `prompt`, `question`, `instruction`, `text`, `turns` (the first is
-    taken) or `messages` (the first user's turn); `response` gives the target's answer.
+    taken) or `messages` (the first user's turn, a text or parts of text); `response` gives the
+    target's answer.
 
     Raises:
         SettingsError: the file cannot be read, or a line is none of these.
@@ -79,7 +100,7 @@ def read_prompts(source: Source) -> list[Prompt]:
     try:
         with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
             numbered = [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise SettingsError(f"--prompts {source.name}: cannot be read: {error}") from error
     if not numbered:
         raise SettingsError(f"--prompts {source.name}: no prompt in it")
@@ -98,18 +119,29 @@ def prompt_tokens(
     """Return a prompt as the target reads it, up to where its answer begins.
 
     A tokenizer without a chat template takes the text as it is.
+
+    Raises:
+        SettingsError: the chat template refuses the messages, as some do a system prompt.
     """
+    from jinja2 import TemplateError
+
     if tokenizer.chat_template is None:
         return list(tokenizer(text)["input_ids"])
     messages = [{"role": "user", "content": text}]
     if settings.system_prompt is not None:
         messages.insert(0, {"role": "system", "content": settings.system_prompt})
-    rendered = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=True,
-        enable_thinking=settings.thinking,
-    )
+    try:
+        rendered = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=settings.thinking,
+        )
+    except TemplateError as error:
+        raise SettingsError(
+            f"data.system_prompt is {settings.system_prompt!r}: the target's chat template refuses "
+            f"messages of the roles {', '.join(each['role'] for each in messages)}: {error}"
+        ) from error
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
 
@@ -126,7 +158,7 @@ def _from_json(line: str, kind: str, where: str) -> Prompt:
         raise SettingsError(f"{where}: not JSON: {error}") from error
     text = _text_of(entry) if isinstance(entry, dict) else None
     if not text:
-        raise SettingsError(f"{where}: none of {', '.join(_TEXT_KEYS)}, turns, messages is there")
+        raise SettingsError(f"{where}: none of {', '.join(_TEXT_KEYS)}, turns, messages has a text")
     response = entry.get("response")
     return Prompt(kind, text, response if isinstance(response, str) and response else None)
 
@@ -138,7 +170,17 @@ def _text_of(entry: dict[str, Any]) -> str | None:
     turns = entry.get("turns")
     if isinstance(turns, list) and turns and isinstance(turns[0], str):
         return turns[0]
-    for message in entry.get("messages") or ():
+    messages = entry.get("messages")
+    for message in messages if isinstance(messages, list) else ():
         if isinstance(message, dict) and message.get("role") == "user":
-            return message.get("content")
+            return _spoken(message.get("content"))
     return None
+
+
+def _spoken(content: object) -> str | None:
+    """Return the text of a message, whole or in parts; None where it is more than text."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part.get("text") for part in content if isinstance(part, dict)]
+    is_text = len(parts) == len(content) and all(isinstance(part, str) for part in parts)
+    return "".join(parts) if is_text else None

@@ -11,7 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import distributed
 
+from sglang_dflash.training.settings import SettingsError
+
 __all__ = ["Rank", "process_rank"]
+
+_SET_BY_TORCHRUN = ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -52,14 +56,24 @@ def process_rank(device: str) -> Iterator[Rank]:
 
     Args:
         device: `cpu`, `cuda`, or `auto` for a GPU where there is one.
+
+    Raises:
+        SettingsError: there is no GPU, or the environment names some processes but not this one.
     """
-    kind = device
-    if device == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    has_gpu = torch.cuda.is_available()
+    if device == "cuda" and not has_gpu:
+        raise SettingsError("--device cuda: torch sees no CUDA device here; use auto or cpu")
+    kind = ("cuda" if has_gpu else "cpu") if device == "auto" else device
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Rank(0, 1, torch.device(kind))
         return
+    missing = [name for name in _SET_BY_TORCHRUN if name not in os.environ]
+    if missing:
+        raise SettingsError(
+            f"WORLD_SIZE is {count} in the environment, and {', '.join(missing)} not set: start "
+            "the processes by torchrun, or unset WORLD_SIZE to train with one"
+        )
     local = int(os.environ["LOCAL_RANK"])
     if kind == "cuda":
         torch.cuda.set_device(local)

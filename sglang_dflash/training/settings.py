@@ -233,6 +233,10 @@ class LoopSettings:
             _require(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "1 or more")
         for name in ("learning_rate", "clip_norm", "selector_weight"):
             _require(getattr(self, name) > 0, f"train.{name}", getattr(self, name), "above 0")
+        valid = self.weight_decay >= 0
+        _require(valid, "train.weight_decay", self.weight_decay, "0 or more")
+        valid = -(2**63) <= self.seed < 2**64  # what torch takes
+        _require(valid, "train.seed", self.seed, "a number of 64 bits")
         for name in ("warmup_share", "soft_share", "short_block_share"):
             _require(0 <= getattr(self, name) <= 1, f"train.{name}", getattr(self, name), "0 to 1")
         decay = self.position_decay

@@ -7,8 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from test_resume import environment, trainer_of, weights_of
+
+from sglang_dflash.training.ranks import process_rank
+from sglang_dflash.training.settings import SettingsError
 
 _SCRIPT = """
 import sys
@@ -43,3 +47,21 @@ def test_two_processes_equal_one_that_accumulates_twice_as_long(tmp_path: Path) 
     one, two = weights_of(alone), weights_of(together)
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-5, msg=name)
+
+
+def test_a_process_that_torchrun_did_not_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with (
+        pytest.raises(SettingsError, match=r"WORLD_SIZE is 2 .*RANK, LOCAL_RANK, MASTER_PORT not"),
+        process_rank("cpu"),
+    ):
+        pass
+
+
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SettingsError, match="--device cuda"), process_rank("cuda"):
+        pass

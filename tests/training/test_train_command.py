@@ -164,6 +164,34 @@ def test_a_wrong_argument_is_named(
     assert not (tmp_path / "draft" / "config.json").exists()
 
 
+def test_a_bad_file_is_named_before_the_target_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--prompts", "auto:9", "--prompts", "gone.jsonl"]
+    assert train("gone", tmp_path / "draft", *arguments) == 2
+    assert "gone.jsonl: cannot be read" in capsys.readouterr().err
+
+
+def test_a_place_that_is_no_folder_is_named(
+    llama_pair: Pair,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file, draft = tmp_path / "file", tmp_path / "draft"
+    file.write_text("")
+    for arguments, message in (
+        ([file], f"OUT {file}: {file} is a file"),
+        ([file / "draft"], f"OUT {file / 'draft'}: {file} is a file"),
+        ([draft, "--data", file], f"--data {file}: {file} is a file"),
+    ):
+        assert train(llama_pair.target, *arguments) == 2
+        assert message in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda *_: False)
+    assert train(llama_pair.target, draft) == 2
+    assert f"OUT {draft}: {tmp_path} cannot be written" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("target", ["./gone", "gone"])
 def test_a_target_that_is_not_there_is_named(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
-from sglang_dflash.training.prompts import parse_source, read_prompts, share_of
-from sglang_dflash.training.settings import Settings, SettingsError
+from sglang_dflash.training.prompts import parse_source, prompt_tokens, read_prompts, share_of
+from sglang_dflash.training.settings import DataSettings, Settings, SettingsError
 from sglang_dflash.training.settings_file import settings_from_dict, settings_from_yaml
 
 
@@ -49,6 +50,8 @@ def test_settings_survive_their_own_file() -> None:
         ({"data": {"num_laws": 0}, "train": {"soft_share": 0.5}}, "data.num_laws is 0"),
         ({"train": {"short_block_size": 16}}, "train.short_block_size is 16"),
         ({"train": {"position_weights": "dpac"}}, "is 'dpac', expected decay or dpace"),
+        ({"train": {"weight_decay": -0.1}}, "train.weight_decay is -0.1, expected 0 or more"),
+        ({"train": {"seed": 2**64}}, "train.seed is 18446744073709551616, expected a number of 64"),
         ({"train": {"dpace_alpha": 0.0}}, "train.dpace_alpha is 0.0, expected above 0, at most 1"),
         ({"train": {"dpace_alpha": 1.5}}, "train.dpace_alpha is 1.5, expected above 0, at most 1"),
         (
@@ -99,20 +102,27 @@ def test_prompts_of_all_known_forms_are_read(tmp_path: Path) -> None:
         {"prompt": "b", "response": "the target's"},
         {"turns": ["c", "d"]},
         {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "e"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in "fg"]}]},
     ]
     file = tmp_path / "some.jsonl.gz"
     with gzip.open(file, "wt") as stream:
         stream.writelines(json.dumps(line) + "\n" for line in lines)
     prompts = read_prompts(parse_source(str(file)))
-    assert [prompt.text for prompt in prompts] == ["a", "b", "c", "e"]
-    assert [prompt.response for prompt in prompts] == [None, "the target's", None, None]
+    assert [prompt.text for prompt in prompts] == ["a", "b", "c", "e", "fg"]
+    assert [prompt.response for prompt in prompts] == [None, "the target's", *[None] * 3]
     assert {prompt.kind for prompt in prompts} == {"some"}
     assert len(read_prompts(parse_source(f"{file}:2"))) == 2
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "no prompt"), ('{"x": 1}\n', "line 1: none of"), ('{"prompt": "a"}\n{', "line 2: not")],
+    [
+        ("", "no prompt"),
+        ('{"x": 1}\n', "line 1: none of"),
+        ('{"prompt": "a"}\n{', "line 2: not"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "line 1: none of"),
+        ('{"messages": 3}', "line 1: none of"),
+    ],
 )
 def test_a_wrong_line_is_named(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
@@ -124,6 +134,27 @@ def test_a_wrong_line_is_named(text: str, message: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"gone\.jsonl: cannot be read"):
         read_prompts(parse_source(str(tmp_path / "gone.jsonl")))
+
+
+def test_a_cut_archive_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "cut.jsonl.gz"
+    whole = gzip.compress(b'{"prompt": "a"}\n' * 1000)
+    for cut in whole[:-12], whole[:20] + b"\xff" * 20:
+        file.write_bytes(cut)
+        with pytest.raises(SettingsError, match=r"cut\.jsonl\.gz: cannot be read"):
+            read_prompts(parse_source(str(file)))
+
+
+def test_a_system_prompt_that_the_template_refuses_is_named() -> None:
+    class Refusing:
+        chat_template = "refuses"
+
+        def apply_chat_template(self, messages: list[dict[str, str]], **_: Any) -> str:
+            raise TemplateError("no system role here")
+
+    settings = DataSettings(system_prompt="Be brief.")
+    with pytest.raises(SettingsError, match=r"data\.system_prompt is 'Be brief.'.*no system role"):
+        prompt_tokens("a", Refusing(), settings)  # type: ignore[arg-type]
 
 
 def test_the_split_is_a_texts_own() -> None:
