@@ -78,7 +78,7 @@ def capture(target: PreTrainedModel, tokens: Sequence[int], start: int, keep: Ca
     output = target(
         ids[:, :-1],
         use_cache=False,
-        output_hidden_states=bool(keep.layer_ids),
+        output_hidden_states=keep.hidden_states,
         logits_to_keep=len(tokens) - start,
     )
     features = captured_features(output.hidden_states, keep, (1, len(tokens) - 1))

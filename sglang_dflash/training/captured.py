@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang_dflash.hf.generate import context_features
-
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,6 +25,11 @@ class Capture:
 
     layer_ids: tuple[int, ...] = ()
     num_laws: int = 0
+
+    @property
+    def hidden_states(self) -> list[int] | bool:
+        """What transformers is asked for as `output_hidden_states`."""
+        return list(self.layer_ids) or False
 
 
 class Text(NamedTuple):
@@ -81,10 +84,20 @@ def likely_tokens(logits: torch.Tensor, tokens: torch.Tensor, num_laws: int) -> 
 def captured_features(
     hidden_states: Sequence[torch.Tensor] | None, keep: Capture, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Return [n, T, K*H] bfloat16 of hidden states for `shape` (n, T)."""
+    """Return the captured layers' outputs side by side, [n, T, K*H] bfloat16.
+
+    Args:
+        hidden_states: What a target gave for `keep.hidden_states`: of most targets one entry a
+            layer, None for those not asked for. Some know no list and give everything, the
+            embeddings first.
+        keep: Which layers; never the last one.
+        shape: n and T, for where nothing is captured.
+    """
     if hidden_states is None:
         return torch.empty((*shape, 0), dtype=torch.bfloat16)
-    return context_features(hidden_states, keep.layer_ids).to(torch.bfloat16)
+    first = 0 if hidden_states[-1] is None else 1
+    found = [hidden_states[i + first] for i in keep.layer_ids]
+    return torch.cat(found, dim=-1).to(torch.bfloat16)
 
 
 def assembled(tokens: torch.Tensor, start: int, features: torch.Tensor, laws: Laws) -> Text:

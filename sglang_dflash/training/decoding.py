@@ -133,7 +133,7 @@ class DecodingBatch:
             position_ids=positions.to(device),
             past_key_values=self._cache,
             use_cache=True,
-            output_hidden_states=bool(self._keep.layer_ids),
+            output_hidden_states=self._keep.hidden_states,
             logits_to_keep=1,
         )
         self._logits = output.logits[:, -1]

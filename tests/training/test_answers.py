@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import sglang_dflash.training.data
 from sglang_dflash.hf import context_features
 from sglang_dflash.training.answers import answer, capture
-from sglang_dflash.training.captured import Capture, Text
+from sglang_dflash.training.captured import Capture, Text, captured_features
 from sglang_dflash.training.data import build_corpus, corpus_is_complete
 from sglang_dflash.training.prompts import prompt_tokens
 from sglang_dflash.training.settings import DataSettings, SettingsError
@@ -91,6 +91,19 @@ def test_what_is_captured_while_decoding_is_what_one_pass_gives(target: Any) -> 
             torch.testing.assert_close(
                 text.law_logprobs[row].float(), laws[row, ids], atol=0.01, rtol=0.01
             )
+
+
+def test_only_the_captured_layers_outputs_are_held(target: Any) -> None:
+    ids = torch.tensor(prompts()[:1])
+    asked = target(ids, output_hidden_states=KEEP.hidden_states).hidden_states
+    assert [i for i, state in enumerate(asked) if state is not None] == [0, 2]
+    every = target(
+        ids, output_hidden_states=True
+    ).hidden_states  # as of a target that takes no list
+    features = context_features(every, KEEP.layer_ids).bfloat16()
+    for states in asked, every:
+        assert torch.equal(captured_features(states, KEEP, tuple(ids.shape)), features)
+    assert Capture().hidden_states is False
 
 
 def test_capturing_a_given_text_equals_capturing_while_decoding(target: Any) -> None:
