@@ -38,9 +38,11 @@ from sglang_dflash.training.shards import (
     shard_path,
     write_shard,
 )
-from sglang_dflash.training.target import stop_tokens, target_digest
+from sglang_dflash.training.target import embedding_digest, stop_tokens, target_digest
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["build_corpus", "corpus_is_complete"]
@@ -56,6 +58,7 @@ def build_corpus(
     layer_ids: tuple[int, ...],
     *,
     quiet: bool = False,
+    accepted: Callable[[], None] | None = None,
 ) -> Corpus:
     """Return the texts in a folder, made as far as they are not there yet.
 
@@ -66,9 +69,11 @@ def build_corpus(
         settings: Which texts.
         layer_ids: The target's layers to capture.
         quiet: No progress bar.
+        accepted: Called once the folders are known to fit, before anything slow.
 
     Raises:
-        SettingsError: prompts cannot be had, or a folder holds texts made in another way.
+        SettingsError: prompts cannot be had, a folder holds texts made in another way, or the
+            disk is too small for them.
     """
     folder.mkdir(parents=True, exist_ok=True)
     stated = _stated(settings, layer_ids, target)
@@ -76,8 +81,10 @@ def build_corpus(
     if len({each.resolve() for each in (folder, *more)}) <= len(more):
         raise SettingsError("data.more_texts: a folder is named twice, or is the run's own")
     for each in more:
-        _check_more_texts(each, stated)
-    _check_manifest(folder, stated)
+        _check_more_texts(each, stated, target)
+    _check_manifest(folder, stated, target)
+    if accepted is not None:
+        accepted()
     jobs = _jobs(folder, target, tokenizer, settings, quiet=quiet)
     texts = "\0".join(job.prompt.text for job in jobs)
     _note(folder, "prompts_sha256", hashlib.sha256(texts.encode()).hexdigest())
@@ -133,11 +140,20 @@ def _stated(
     }
 
 
-def _check_more_texts(folder: Path, stated: dict[str, Any]) -> None:
+def _found(folder: Path, target: PreTrainedModel) -> dict[str, Any]:
+    """Return a folder's manifest; where it names this target in the former way, in today's."""
+    found = read_manifest(folder)
+    # Manifests once had this hash; it takes a fine-tune with its base's embedding for the base.
+    if found.get("target") == embedding_digest(target):
+        found["target"] = target_digest(target)
+    return found
+
+
+def _check_more_texts(folder: Path, stated: dict[str, Any], target: PreTrainedModel) -> None:
     """Refuse a folder whose texts cannot stand beside those of this run."""
     if not corpus_is_complete(folder):
         raise SettingsError(f"data.more_texts: {folder} does not hold the whole texts of a run")
-    found = read_manifest(folder)
+    found = _found(folder, target)
     if found.get("target") != stated["target"]:
         raise SettingsError(
             f"data.more_texts: {folder} was made with another target: leave the folder out"
@@ -151,7 +167,7 @@ def _check_more_texts(folder: Path, stated: dict[str, Any]) -> None:
             )
 
 
-def _check_manifest(folder: Path, stated: dict[str, Any]) -> None:
+def _check_manifest(folder: Path, stated: dict[str, Any], target: PreTrainedModel) -> None:
     """Note how the texts are made, or refuse a folder whose texts were made otherwise."""
     path = manifest_path(folder)
     # A run that failed before it made anything binds nobody.
@@ -159,7 +175,7 @@ def _check_manifest(folder: Path, stated: dict[str, Any]) -> None:
     if not path.exists() or not has_texts:
         path.write_text(json.dumps(stated, indent=1), encoding="utf-8")
         return
-    found = read_manifest(folder)
+    found = _found(folder, target)
     differing = [key for key in stated if found.get(key) != stated[key]]
     if differing:
         raise SettingsError(

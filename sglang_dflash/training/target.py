@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["load_target", "stop_tokens", "target_digest"]
+__all__ = ["embedding_digest", "load_target", "stop_tokens", "target_digest"]
 
 # Ends of a turn that some checkpoints state nowhere; SGLang stops at them all the same.
 _TURN_ENDS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
@@ -66,11 +66,20 @@ def target_digest(target: PreTrainedModel) -> str:
     """Return what a target is known by: a hash of rows of its embedding and of three layers.
 
     The embedding alone does not tell a fine-tune from its base, which often share it.
+
+    Raises:
+        SettingsError: the target has no embedding of one weight.
     """
-    digest = hashlib.sha256()
-    for rows in (embedding_of(target)[:256], *_layer_rows(target)):
-        digest.update(rows.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:16]
+    return _digest(_embedding_rows(target), *_layer_rows(target))
+
+
+def embedding_digest(target: PreTrainedModel) -> str:
+    """Return what a target was known by before `target_digest`: a hash of its embedding alone.
+
+    Raises:
+        SettingsError: the target has no embedding of one weight.
+    """
+    return _digest(_embedding_rows(target))
 
 
 def _loaded(kind: Any, name: str, **options: Any) -> Any:
@@ -87,6 +96,19 @@ def _check_layers(name: str, others: set[str]) -> None:
             f"TARGET {name}: it has {', '.join(sorted(others))} layers, and train can decode "
             f"{', '.join(sorted(_ATTENTION))} alone: take another target"
         )
+
+
+def _digest(*parts: torch.Tensor) -> str:
+    """Return 16 hexadecimal digits of tensors of any shape and type."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part.detach().float().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _embedding_rows(target: PreTrainedModel) -> torch.Tensor:
+    """Return [256, H], the first rows of the embedding."""
+    return embedding_of(target)[:256]
 
 
 def _layer_rows(target: PreTrainedModel) -> Iterator[torch.Tensor]:

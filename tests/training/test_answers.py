@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import hashlib
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -192,6 +193,23 @@ def test_texts_of_a_targets_base_are_refused(target: Any, tokenizer: Any, tmp_pa
     for folder, settings in ("base", SETTINGS), ("own", more):
         with pytest.raises(SettingsError, match="made with another target"):
             build_corpus(tmp_path / folder, tuned, tokenizer, settings, (0, 2), quiet=True)
+
+
+def test_texts_that_name_their_target_in_the_former_way_are_taken(
+    target: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    """By the first 256 rows of the embedding alone."""
+    build_corpus(tmp_path / "before", target, tokenizer, SETTINGS, (0, 2), quiet=True)
+    manifest = tmp_path / "before" / "manifest.json"
+    rows = target.get_input_embeddings().weight[:256].numpy().tobytes()
+    former = {"target": hashlib.sha256(rows).hexdigest()[:16]}
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | former))
+    more = dataclasses.replace(SETTINGS, more_texts=(str(manifest.parent),))
+    for folder, settings in ("before", SETTINGS), ("own", more):
+        build_corpus(tmp_path / folder, target, tokenizer, settings, (0, 2), quiet=True)
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"target": "0" * 16}))
+    with pytest.raises(SettingsError, match="made with another target"):
+        build_corpus(tmp_path / "before", target, tokenizer, SETTINGS, (0, 2), quiet=True)
 
 
 def test_changed_prompts_are_refused(target: Any, tokenizer: Any, tmp_path: Path) -> None:
