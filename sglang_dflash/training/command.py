@@ -12,16 +12,17 @@ import json
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.training.prompts import check_sources
 from sglang_dflash.training.settings import LoopSettings, Settings, SettingsError
-from sglang_dflash.training.settings_file import settings_from_yaml
+from sglang_dflash.training.settings_file import settings_from_dict, settings_from_yaml
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from sglang_dflash.training.model import BlockDraft
 
@@ -101,8 +102,7 @@ def _complain(error: Exception, code: int) -> int:
 
 def _settings(arguments: argparse.Namespace) -> Settings:
     """Return the config's settings under those of the flags."""
-    stated = settings_from_yaml(arguments.config) if arguments.config else Settings()
-    changes: dict[str, dict[str, Any]] = {
+    stated: dict[str, dict[str, Any]] = {
         "draft": {
             "block_size": arguments.block_size,
             "num_layers": arguments.num_layers,
@@ -110,20 +110,20 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             "init_from_draft": arguments.init_from_draft,
         },
         "data": {
-            "prompts": tuple(arguments.prompts) if arguments.prompts else None,
-            "more_texts": tuple(arguments.more_texts) if arguments.more_texts else None,
+            "prompts": arguments.prompts,
+            "more_texts": arguments.more_texts,
             "seed": arguments.seed,
         },
         "train": {"steps": arguments.steps, "seed": arguments.seed},
     }
-    return Settings(
-        **{
-            section: dataclasses.replace(
-                getattr(stated, section), **{k: v for k, v in given.items() if v is not None}
-            )
-            for section, given in changes.items()
-        }
-    )
+    given = {
+        section: {key: value for key, value in values.items() if value is not None}
+        for section, values in stated.items()
+    }
+    flags = {section: values for section, values in given.items() if values}
+    if arguments.config is None:
+        return settings_from_dict(flags)
+    return settings_from_yaml(arguments.config, flags)
 
 
 def _check_folder(arguments: argparse.Namespace) -> None:
@@ -147,15 +147,30 @@ def _check_place(option: str, path: Path) -> None:
         raise SettingsError(f"{option} {path}: {nearest} cannot be written; name another folder")
 
 
+class _Start(NamedTuple):
+    """What a run begins with.
+
+    Attributes:
+        settings: Nothing that the draft decides is open in them any more.
+        target: Where it was loaded, on the CPU.
+        tokenizer: The target's.
+        config: The draft's config.json.
+        draft: Its first weights.
+    """
+
+    settings: Settings
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    config: dict[str, Any]
+    draft: BlockDraft
+
+
 def _train(arguments: argparse.Namespace, settings: Settings) -> None:
     from sglang_dflash.training.checkpoint import state_path
-    from sglang_dflash.training.data import build_corpus, corpus_is_complete
-    from sglang_dflash.training.earlier import read_earlier, settled
+    from sglang_dflash.training.data import build_corpus
     from sglang_dflash.training.frozen import borrowed
-    from sglang_dflash.training.initial import draft_config_json
     from sglang_dflash.training.loop import Trainer
     from sglang_dflash.training.ranks import process_rank
-    from sglang_dflash.training.target import load_target
 
     with process_rank(arguments.device) as rank:
         quiet = arguments.quiet or not rank.is_first
@@ -163,38 +178,59 @@ def _train(arguments: argparse.Namespace, settings: Settings) -> None:
             _show_log()
         run = arguments.out / "training"
         texts = _texts_folder(arguments, run)
-        is_complete = corpus_is_complete(texts)
-        if not is_complete:
-            _check_place("--data", texts)
-        if not is_complete and rank.count > 1:
-            raise SettingsError(
-                f"{texts}: the texts are not all there; make them by one process with --data-only "
-                "before torchrun"
-            )
-        earlier = read_earlier(settings.draft)
-        settings = dataclasses.replace(settings, draft=settled(settings.draft, earlier))
-        target, tokenizer = load_target(arguments.target)
+        is_complete = _texts_are_complete(arguments, texts, rank.count)
+        settings, target, tokenizer, config, draft = _start(arguments, settings)
         if not is_complete:  # else none of its layers has to run
             target.to(rank.device)
-        config = draft_config_json(target, tokenizer, settings.draft, earlier)
-        layer_ids = tuple(config["dflash_config"]["target_layer_ids"])
-        draft = _first_draft(config, target, settings)
         run.mkdir(parents=True, exist_ok=True)
+        # A run that was stopped while it made its texts has no state yet.
+        has_state = state_path(run).exists()
         recipe = _recipe(arguments, settings, texts)
-        if rank.is_first and not (arguments.data_only or arguments.resume):
-            _recipe_path(run).write_text(recipe, encoding="utf-8")
-        corpus = build_corpus(texts, target, tokenizer, settings.data, layer_ids, quiet=quiet)
+        accepted = partial(_write_recipe, run, recipe) if rank.is_first else None
+        corpus = build_corpus(
+            texts,
+            target,
+            tokenizer,
+            settings.data,
+            tuple(config["dflash_config"]["target_layer_ids"]),
+            quiet=quiet,
+            accepted=None if has_state or arguments.data_only else accepted,
+        )
         _check_split(corpus.split(held_out=False), settings.train)
         if arguments.data_only:
             return
-        if rank.is_first:  # also of a run that is resumed with its texts elsewhere
-            _recipe_path(run).write_text(recipe, encoding="utf-8")
         embedding, head = borrowed(target, rank.device)
         del target  # its layers are done; the draft needs their memory
         trainer = Trainer(draft, embedding, head, corpus, settings, config, rank)
-        # A run that was stopped while it made its texts has no state yet.
-        resume = arguments.resume and state_path(run).exists()
-        trainer.run(run, arguments.out, resume=resume, quiet=quiet)
+        trainer.run(run, arguments.out, resume=has_state, quiet=quiet, accepted=accepted)
+
+
+def _texts_are_complete(arguments: argparse.Namespace, texts: Path, num_processes: int) -> bool:
+    """Tell whether all texts are there, or refuse a place or a way in which none can be made."""
+    from sglang_dflash.training.data import corpus_is_complete
+
+    if corpus_is_complete(texts):
+        return True
+    _check_place("--data" if arguments.data else "--data, by default", texts)
+    if num_processes > 1:
+        raise SettingsError(
+            f"{texts}: the texts are not all there; make them by one process with --data-only "
+            "before torchrun"
+        )
+    return False
+
+
+def _start(arguments: argparse.Namespace, settings: Settings) -> _Start:
+    """Load the target, and make the draft on the CPU: a GPU's sums could have other bits."""
+    from sglang_dflash.training.earlier import read_earlier, settled
+    from sglang_dflash.training.initial import draft_config_json
+    from sglang_dflash.training.target import load_target
+
+    earlier = read_earlier(settings.draft)
+    settings = dataclasses.replace(settings, draft=settled(settings.draft, earlier))
+    target, tokenizer = load_target(arguments.target)
+    config = draft_config_json(target, tokenizer, settings.draft, earlier)
+    return _Start(settings, target, tokenizer, config, _first_draft(config, target, settings))
 
 
 def _show_log() -> None:
@@ -239,16 +275,34 @@ def _recipe(arguments: argparse.Namespace, settings: Settings, texts: Path) -> s
     return json.dumps(recipe, indent=1) + "\n"
 
 
+def _write_recipe(run: Path, recipe: str) -> None:
+    """Put a recipe in place of the last one; a kill leaves one or the other."""
+    path = _recipe_path(run)
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(recipe, encoding="utf-8")
+    unfinished.replace(path)
+
+
 def _texts_folder(arguments: argparse.Namespace, run: Path) -> Path:
     """Return where the texts are: a run that is resumed knows it."""
     if arguments.data is not None:
         return arguments.data
-    path = _recipe_path(run)
-    known = None
-    if arguments.resume and path.exists():
-        known = json.loads(path.read_text(encoding="utf-8")).get("data")
+    known = _known_folder(_recipe_path(run)) if arguments.resume else None
     if known is None:
         return run / "data"
     if not Path(known).is_dir():
         raise SettingsError(f"--resume: the texts were in {known}, and are not: name --data")
     return Path(known)
+
+
+def _known_folder(path: Path) -> str | None:
+    """Return where a recipe says that the texts are; None for the usual place."""
+    if not path.exists():
+        return None
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))).get("data")
+    except (OSError, ValueError, TypeError) as error:
+        raise SettingsError(
+            f"--resume: {path} cannot be read, which says where the texts are ({error}): name "
+            "their folder by --data"
+        ) from error

@@ -83,6 +83,7 @@ class Trainer:
         *,
         resume: bool = False,
         quiet: bool = False,
+        accepted: Callable[[], None] | None = None,
         after_step: Callable[[int], None] | None = None,
     ) -> list[dict[str, Any]]:
         """Train to the end; leave the draft in `out`, and return the figures.
@@ -94,13 +95,19 @@ class Trainer:
             out: Of the draft; it is written with every state.
             resume: Whether to go on from the state in `folder`.
             quiet: No progress bar.
+            accepted: Called once nothing refuses the run any more, before the first step.
             after_step: Called with the number of steps done.
+
+        Raises:
+            SettingsError: the state in `folder` is of a run with other settings or texts.
         """
         train = self._settings.train
         identity = self._identity()
         done = Resumed(0, {"loss": 0.0, "count": 0})
         if resume:
             done = load_state(folder, self._draft, self._optimizer, identity)
+        if accepted is not None:
+            accepted()
         model = self._parallel_model()
         history = None
         if self._rank.is_first:

@@ -10,6 +10,7 @@ from sglang_dflash import strict
 from sglang_dflash.training.settings import Settings, SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = ["settings_from_dict", "settings_from_yaml"]
@@ -27,11 +28,19 @@ def settings_from_dict(stated: dict[str, Any]) -> Settings:
         raise SettingsError(_said(mistake)) from mistake
 
 
-def settings_from_yaml(path: Path) -> Settings:
-    """Return the settings of a YAML file.
+def settings_from_yaml(
+    path: Path, flags: Mapping[str, Mapping[str, Any]] | None = None
+) -> Settings:
+    """Return the settings of a YAML file under those of the command line.
+
+    They are checked together: what the file alone would contradict may be right with a flag.
+
+    Args:
+        path: The file.
+        flags: By section and key; they override the file.
 
     Raises:
-        SettingsError: it cannot be read, or `settings_from_dict` refuses it.
+        SettingsError: it cannot be read, or `settings_from_dict` refuses it with the flags.
     """
     import yaml
 
@@ -42,9 +51,20 @@ def settings_from_yaml(path: Path) -> Settings:
     if not isinstance(stated, dict):
         raise SettingsError(f"--config {path}: expected the sections draft, data and train")
     try:
-        return settings_from_dict(stated)
+        return settings_from_dict(_under(flags or {}, stated))
     except SettingsError as error:
-        raise SettingsError(f"--config {path}: {error}") from error
+        beside = " with the flags" if flags else ""
+        raise SettingsError(f"--config {path}{beside}: {error}") from error
+
+
+def _under(flags: Mapping[str, Mapping[str, Any]], stated: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file states under the flags; a section that is none is left as it is."""
+    merged = dict(stated)
+    for section, given in flags.items():
+        own = merged.get(section, {})
+        if isinstance(own, dict):
+            merged[section] = {**own, **given}
+    return merged
 
 
 def _said(mistake: strict.Mistake) -> str:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from sglang_dflash.draft.checkpoint import check_checkpoint
 from sglang_dflash.hf import load_draft, spec_generate
+from sglang_dflash.training import initial
 from sglang_dflash.training.shards import Corpus
 
 
@@ -98,19 +99,51 @@ def test_a_draft_with_another_mask_goes_on_as_it_is(
     assert (made.mask_token_id, made.block_size, made.num_layers) == (300, 8, 2)
 
 
-def test_with_all_texts_there_the_target_stays_where_it_is(
+def test_the_target_is_moved_for_missing_texts_alone_and_after_the_first_draft_was_made(
     llama_pair: Pair,
     few_texts: list[str | Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    moves = []
-    real = PreTrainedModel.to
-    monkeypatch.setattr(PreTrainedModel, "to", lambda *a, **k: moves.append(a) or real(*a, **k))
+    """Sums of its weights for the draft then have the bits of the CPU in either case."""
+    done: list[str] = []
+    for owner, name in (PreTrainedModel, "to"), (initial, "new_draft"):
+        real = getattr(owner, name)
+
+        def noted(*a: Any, name: str = name, real: Any = real, **k: Any) -> Any:
+            done.append(name)
+            return real(*a, **k)
+
+        monkeypatch.setattr(owner, name, noted)
     assert train(llama_pair.target, tmp_path / "draft", *few_texts, "--data-only") == 0
-    assert len(moves) == 1
+    assert done == ["new_draft", "to"]
+    done.clear()
     assert train(llama_pair.target, tmp_path / "draft", *few_texts) == 0
-    assert len(moves) == 1
+    assert done == ["new_draft"]
+
+
+def test_a_refused_resume_leaves_the_settings_alone(
+    llama_pair: Pair,
+    few_texts: list[str | Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    draft, texts = tmp_path / "draft", tmp_path / "texts"
+    arguments = [llama_pair.target, draft, *few_texts]
+    assert train(*arguments, "--data", texts) == 0
+    recipe = draft / "training" / "settings.json"
+    before = recipe.read_bytes()
+    assert train(*arguments, "--resume", "--steps", "2") == 2
+    assert "train.steps (1, now 2)" in capsys.readouterr().err
+    assert train(*arguments, "--resume", "--data", tmp_path / "other", "--seed", "3") == 2
+    assert "data.seed" in capsys.readouterr().err
+    assert recipe.read_bytes() == before
+    for cut in before[:-9], b"[3]", b"3", b"\xff":
+        recipe.write_bytes(cut)
+        assert train(*arguments, "--resume") == 2
+        assert f"{recipe} cannot be read" in capsys.readouterr().err
+    assert train(*arguments, "--resume", "--data", texts) == 0
+    assert recipe.read_bytes() == before
 
 
 def test_a_stopped_run_knows_where_its_texts_are(

@@ -77,6 +77,25 @@ def test_a_file_that_is_no_settings_is_named(tmp_path: Path) -> None:
         settings_from_yaml(file)
 
 
+def test_a_file_is_checked_with_the_flags(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(
+        "draft: {sliding_layers: [0], sliding_window: 12, num_layers: 2}\n"
+        "train: {short_block_size: 16, short_block_share: 0.5}\n"
+    )
+    with pytest.raises(SettingsError, match=r"a\.yaml: draft\.sliding_layers is \(0,\)"):
+        settings_from_yaml(file)
+    flags: dict[str, dict[str, Any]] = {"draft": {"init_from_draft": "d"}, "data": {"seed": 3}}
+    settings = settings_from_yaml(file, flags)  # the earlier draft's block size will decide
+    assert (settings.draft.init_from_draft, settings.draft.sliding_window) == ("d", 12)
+    assert (settings.train.short_block_size, settings.data.seed) == (16, 3)
+    with pytest.raises(SettingsError, match=r"a\.yaml with the flags: draft\.num_layers is 0"):
+        settings_from_yaml(file, {"draft": {"num_layers": 0}})
+    file.write_text("draft: 3")
+    with pytest.raises(SettingsError, match="draft: expected keys with values, found 3"):
+        settings_from_yaml(file, flags)
+
+
 @pytest.mark.parametrize(
     ("stated", "expected"),
     [
