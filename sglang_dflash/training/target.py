@@ -29,6 +29,8 @@ def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return a target without gradients, and its tokenizer.
 
     Its weights are mapped from the files: what is not used is not read, and processes share it.
+    Those that transformers merges as it loads them, such as experts in one matrix each, are read
+    into each process's memory.
 
     Args:
         name: A folder or a hub name.
@@ -41,9 +43,11 @@ def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if not os.path.exists(name) and (name.count("/") != 1 or name.startswith((".", "/", "~"))):
         raise SettingsError(f"TARGET {name}: neither a folder nor a hub name")
     config = _loaded(AutoConfig, name).get_text_config()
-    _check_layers(name, set(getattr(config, "layer_types", None) or ()) - _ATTENTION)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    _check_layers(name, kinds - _ATTENTION)
     target = _loaded(AutoModelForCausalLM, name, dtype="auto")
-    _check_layers(name, {"recurrent"} if target._is_stateful else set())
+    # The class tells of some kinds of layers; those of a config say which of them it has.
+    _check_layers(name, {"recurrent"} if target._is_stateful and not kinds else set())
     return target.eval().requires_grad_(False), _loaded(AutoTokenizer, name)
 
 

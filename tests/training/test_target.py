@@ -3,13 +3,23 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from pairs import Pair
-from transformers import AutoTokenizer, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoTokenizer,
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from sglang_dflash.training.frozen import borrowed
 from sglang_dflash.training.settings import SettingsError
@@ -42,6 +52,10 @@ def test_an_answer_ends_at_every_token_that_the_checkpoint_names(tokenizer: Any)
     target.generation_config = None
     assert stop_tokens(target, tokenizer) == {7, tokenizer.eos_token_id}
     assert stop_tokens(tiny_target(eos_token_id=[7, 6]), tokenizer) >= {6, 7}
+    known = copy.deepcopy(tokenizer)
+    known.add_tokens(["<|eom_id|>"], special_tokens=True)
+    named = known.get_added_vocab()["<|eom_id|>"]
+    assert stop_tokens(target, known) == {7, tokenizer.eos_token_id, named}
 
 
 @pytest.mark.parametrize("part", ["0.self_attn.q_proj", "2.mlp.up_proj", "4.mlp.down_proj"])
@@ -67,3 +81,22 @@ def test_a_target_with_recurrent_layers_is_refused_by_its_config_alone(tmp_path:
     Qwen3_5TextConfig().save_pretrained(tmp_path)
     with pytest.raises(SettingsError, match="it has linear_attention layers"):
         load_target(str(tmp_path))
+
+
+def test_a_target_whose_class_is_recurrent_is_refused(tmp_path: Path) -> None:
+    config = RwkvConfig(vocab_size=20, hidden_size=8, num_hidden_layers=2)
+    assert not hasattr(config, "layer_types")
+    RwkvForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match="it has recurrent layers"):
+        load_target(str(tmp_path))
+
+
+def test_a_recurrent_class_with_attention_alone_is_taken(qwen3_pair: Pair, tmp_path: Path) -> None:
+    sizes = {"vocab_size": 320, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "mamba_n_heads": 2}
+    config = GraniteMoeHybridConfig(**sizes, **heads, layer_types=["full_attention"])
+    target = GraniteMoeHybridForCausalLM(config)
+    assert target._is_stateful
+    target.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(qwen3_pair.target).save_pretrained(tmp_path)
+    load_target(str(tmp_path))
