@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["auto_file", "auto_prompts", "generator_for"]
+__all__ = ["auto_file", "auto_prompts", "generator_for", "known_auto_prompts"]
 
 _TEMPERATURE, _MAX_TOKENS = 1.0, 128
 _SENTINEL = "\u2042prompt\u2042"  # finds where the user's text stands in the chat template
@@ -30,6 +30,12 @@ _SENTINEL = "\u2042prompt\u2042"  # finds where the user's text stands in the ch
 def auto_file(folder: Path) -> Path:
     """Return where the prompts of a folder of texts are kept."""
     return folder / "auto-prompts.json"
+
+
+def known_auto_prompts(folder: Path) -> list[str]:
+    """Return the prompts that a folder of texts has so far, empty ones among them."""
+    path = auto_file(folder)
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
 
 
 def auto_prompts(
@@ -50,9 +56,12 @@ def auto_prompts(
         settings: With the beginnings that it completes.
         number: How many; empty ones are left out afterwards.
         quiet: No progress bar.
+
+    Raises:
+        SettingsError: nothing tells the target to begin.
     """
     path = auto_file(folder)
-    made: list[str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    made = known_auto_prompts(folder)
     stops = stop_tokens(target, tokenizer)
     starts = settings.auto_starts
     with tqdm(total=number, desc="prompts", unit="prompt", disable=quiet) as bar:

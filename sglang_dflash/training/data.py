@@ -18,12 +18,18 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from sglang_dflash.training.answers import answer, capture
-from sglang_dflash.training.auto_prompts import auto_file, auto_prompts, generator_for
+from sglang_dflash.training.auto_prompts import (
+    auto_file,
+    auto_prompts,
+    generator_for,
+    known_auto_prompts,
+)
 from sglang_dflash.training.captured import Capture, Text
 from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.prompts import (
     AUTO,
     Prompt,
+    Source,
     parse_source,
     prompt_tokens,
     read_prompts,
@@ -85,16 +91,18 @@ def build_corpus(
     _check_manifest(folder, stated, target)
     if accepted is not None:
         accepted()
-    jobs = _jobs(folder, target, tokenizer, settings, quiet=quiet)
+    keep = Capture(layer_ids, settings.num_laws)
+    token_bytes = _token_bytes(target, keep)
+    jobs = _jobs(folder, target, tokenizer, settings, token_bytes, quiet=quiet)
     texts = "\0".join(job.prompt.text for job in jobs)
     _note(folder, "prompts_sha256", hashlib.sha256(texts.encode()).hexdigest())
     size = settings.texts_per_shard
     shards = [jobs[i : i + size] for i in range(0, len(jobs), size)]
-    keep = Capture(layer_ids, settings.num_laws)
     stops = stop_tokens(target, tokenizer)
     missing = [i for i in range(len(shards)) if not shard_path(folder, i).exists()]
     if missing:
-        _check_space(folder, [job for i in missing for job in shards[i]], target, keep, settings)
+        left = [job for i in missing for job in shards[i]]
+        _check_missing(folder, left, settings, token_bytes)
     with tqdm(total=len(jobs), desc="texts", unit="text", disable=quiet) as bar:
         for number, part in enumerate(shards):
             if number in missing:
@@ -205,17 +213,21 @@ def _jobs(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     settings: DataSettings,
+    token_bytes: int,
     *,
     quiet: bool,
 ) -> list[_Job]:
     """Return all texts to make, each prompt once, in an order that mixes the kinds."""
+    sources = [parse_source(each) for each in settings.prompts]
+    found = {source: read_prompts(source) for source in sources if source.name != AUTO}
+    _check_auto_space(folder, sources, found, settings, token_bytes)
     prompts: dict[str, Prompt] = {}
-    for stated in settings.prompts:
-        source = parse_source(stated)
+    for source in sources:
         if source.name == AUTO:
-            made = auto_prompts(folder, target, tokenizer, settings, source.limit or 0, quiet=quiet)
+            limit = source.limit or 0
+            made = auto_prompts(folder, target, tokenizer, settings, limit, quiet=quiet)
         else:
-            made = read_prompts(source)
+            made = found[source]
         for prompt in made:
             prompts.setdefault(prompt.text, prompt)
     jobs = [_job(prompt, tokenizer, settings) for prompt in prompts.values()]
@@ -244,27 +256,55 @@ def _job(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, settings: DataSetti
     return _Job(prompt, tokens, response, info)
 
 
-def _check_space(
-    folder: Path, jobs: list[_Job], target: PreTrainedModel, keep: Capture, settings: DataSettings
+def _token_bytes(target: PreTrainedModel, keep: Capture) -> int:
+    """Return what a token of a text takes on disk."""
+    # The token, its features in bfloat16, and for each likely token 4 bytes of id and 2 of law.
+    return 4 + 2 * len(keep.layer_ids) * embedding_of(target).shape[1] + 6 * keep.num_laws
+
+
+def _check_auto_space(
+    folder: Path,
+    sources: list[Source],
+    found: dict[Source, list[Prompt]],
+    settings: DataSettings,
+    token_bytes: int,
 ) -> None:
-    """Log what texts still to make can need at most; refuse a disk that has less."""
+    """Refuse a disk without room for the answers, before prompts are made up for hours."""
+    number = max((source.limit or 0 for source in sources if source.name == AUTO), default=0)
+    if number <= len(known_auto_prompts(folder)):
+        return
+    number += sum(each.response is None for prompts in found.values() for each in prompts)
+    _check_space(folder, number, number * settings.max_new_tokens, token_bytes)
+
+
+def _check_missing(
+    folder: Path, jobs: list[_Job], settings: DataSettings, token_bytes: int
+) -> None:
+    """Log what texts still to make can need at most, or refuse a disk that has less."""
     most = settings.max_new_tokens
     answers = [most if job.response is None else min(most, len(job.response)) for job in jobs]
     tokens = sum(answers) + sum(len(job.tokens) for job in jobs)
-    # The token, its features in bfloat16, and for each likely token 4 bytes of id and 2 of law.
-    width = len(keep.layer_ids) * embedding_of(target).shape[1]
-    needed = tokens * (4 + 2 * width + 6 * keep.num_laws)
-    free = shutil.disk_usage(folder).free
+    free = _check_space(folder, len(jobs), tokens, token_bytes)
     log.info(
         "%d texts to make: at most %d tokens, %.1f GB in %s, which has %.1f GB free",
-        *(len(jobs), tokens, needed / 1e9, folder, free / 1e9),
+        len(jobs),
+        tokens,
+        tokens * token_bytes / 1e9,
+        folder,
+        free / 1e9,
     )
+
+
+def _check_space(folder: Path, number: int, tokens: int, token_bytes: int) -> int:
+    """Return the free bytes of a folder's disk, or refuse one with less than some texts need."""
+    needed, free = tokens * token_bytes, shutil.disk_usage(folder).free
     if needed > free:
         raise SettingsError(
-            f"{folder}: the texts to make need up to {needed / 1e9:.1f} GB ({len(jobs)} texts, "
+            f"{folder}: the texts to make need up to {needed / 1e9:.1f} GB ({number} texts, "
             f"{tokens} tokens at most), and {free / 1e9:.1f} GB are free there: give fewer "
             "prompts, lower data.max_new_tokens, or name a folder on another disk by --data"
         )
+    return free
 
 
 def _make_shard(

@@ -281,6 +281,23 @@ def test_a_disk_that_is_too_small_is_refused_before_a_text_is_made(
         build_corpus(texts, target, tokenizer, settings, (0, 2), quiet=True)
 
 
+def test_a_disk_that_is_too_small_is_refused_before_a_prompt_is_made_up(
+    target: Any, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a"}\n{"prompt": "b", "response": "c"}\n')
+    settings = dataclasses.replace(SETTINGS, prompts=(str(file), "auto:20", "auto:8"))
+    needed = 21 * 12 * (4 + 2 * 2 * 64 + 6 * 4)  # 2 layers of width 64, 4 laws
+    free = SimpleNamespace(free=needed - 1)
+    monkeypatch.setattr(sglang_dflash.training.data.shutil, "disk_usage", lambda _: free)
+    made = tmp_path / "texts" / "auto-prompts.json"
+    for number, exists in (21, False), (None, True):
+        with pytest.raises(SettingsError, match=f"{number or ''} texts, .* are free there"):
+            build_corpus(tmp_path / "texts", target, tokenizer, settings, (0, 2), quiet=True)
+        assert made.exists() is exists
+        free.free = needed  # enough for the answers, and not for their prompts
+
+
 def test_a_shard_may_have_no_usable_text(target: Any, tokenizer: Any, tmp_path: Path) -> None:
     """An answer of one token has no row that learns."""
     file, texts = tmp_path / "prompts.jsonl", tmp_path / "texts"
