@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.draft.checkpoint import read_draft_config
-from sglang_dflash.training.settings import SettingsError
+from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.training.settings import NEW_DRAFT, DraftSettings, SettingsError
 
 if TYPE_CHECKING:
     from sglang_dflash.draft.config import DraftConfig
-    from sglang_dflash.training.settings import DraftSettings
 
-__all__ = ["check_alike", "earlier_sizes", "read_earlier", "settled"]
+__all__ = ["check_alike", "earlier_sizes", "named_as_start", "read_earlier", "settled"]
 
 # What may change between a draft and one that goes on from it: no weight depends on it.
 _FREE_OF_THE_START = frozenset(
@@ -23,6 +24,7 @@ _FREE_OF_THE_START = frozenset(
     # What a row sees has no weights: a trained draft loses little to a window, and learns it.
     | {"sliding_windows", "causal"}
 )
+_SERVERS_OPTION = "--speculative-draft-model-path "  # begins what is said of a checkpoint
 # What a draft may get that goes on from one without.
 _ADDED = frozenset({"selector_rank", "conv_kernel_size", "conv_group_size"})
 
@@ -31,31 +33,55 @@ def read_earlier(settings: DraftSettings) -> DraftConfig | None:
     """Return what the draft is that the settings start from, or None for a new one.
 
     Raises:
-        SettingsError: the settings contradict it.
-        UnsupportedCheckpoint: it is no DFlash draft.
+        SettingsError: it is no DFlash draft, or the settings contradict it.
     """
     if settings.init_from_draft is None:
         return None
-    earlier = read_draft_config(settings.init_from_draft)
+    with named_as_start():
+        earlier = read_draft_config(settings.init_from_draft)
     stated = {name: value for name, value in vars(settings).items() if value is not None}
     check_alike(stated, earlier, settings.init_from_draft)
     return earlier
 
 
+@contextmanager
+def named_as_start() -> Iterator[None]:
+    """Name the setting, not a server's option, where an earlier draft cannot be read.
+
+    Raises:
+        SettingsError: in place of UnsupportedCheckpoint.
+    """
+    try:
+        yield
+    except UnsupportedCheckpoint as error:
+        reason = str(error).removeprefix(_SERVERS_OPTION)
+        raise SettingsError(f"draft.init_from_draft {reason}") from error
+
+
 def settled(settings: DraftSettings, earlier: DraftConfig | None) -> DraftSettings:
-    """Return the settings with what they leave open: the earlier draft's, else a new one's."""
-    if earlier is None:
-        return settings.filled()
-    windows = earlier.sliding_windows
-    found = {
-        **vars(earlier),
-        "sliding_layers": tuple(i for i, each in enumerate(windows) if each is not None),
-        "sliding_window": next((each for each in windows if each is not None), None),
-    }
-    # A part that it lacks has no size there.
-    names = """num_layers block_size sliding_layers sliding_window selector_rank selector_top_k
-        conv_kernel_size conv_group_size"""
-    return settings.filled({name: found[name] for name in names.split() if found[name]})
+    """Return the settings with what they leave open, as far as it is no target's matter.
+
+    Args:
+        settings: Of the draft.
+        earlier: The draft that it goes on from, which decides; None for a new one.
+
+    Raises:
+        SettingsError: what is stated does not fit what was open.
+    """
+    found = dict(NEW_DRAFT)
+    if earlier is not None:
+        windows = earlier.sliding_windows
+        own = {
+            **vars(earlier),
+            "sliding_layers": tuple(i for i, each in enumerate(windows) if each is not None),
+            "sliding_window": next((each for each in windows if each is not None), None),
+        }
+        # A part that it lacks has no size there.
+        found |= {name: own[name] for name in NEW_DRAFT if own[name]}
+    if settings.sliding_layers == ():
+        found["sliding_window"] = None
+    is_open = [name for name in found if getattr(settings, name) is None]
+    return dataclasses.replace(settings, **{name: found[name] for name in is_open})
 
 
 def earlier_sizes(earlier: DraftConfig) -> dict[str, Any]:
@@ -95,15 +121,20 @@ def check_alike(own: Mapping[str, Any], earlier: DraftConfig, folder: str) -> No
     """
     found = dataclasses.asdict(earlier)
     differing = [
-        f"{name} ({value!r}, now {own[name]!r})"
+        name
         for name, value in found.items()
         if name in own and own[name] != value and not _may_change(name, found)
     ]
-    if differing:
-        raise SettingsError(
-            f"draft.init_from_draft: {folder} has another {', '.join(differing)}: leave these "
-            "settings out to have its own, or start from another draft"
-        )
+    if not differing:
+        return
+    said = ", ".join(f"{name} ({found[name]!r}, now {own[name]!r})" for name in differing)
+    can_be_stated = {each.name for each in dataclasses.fields(DraftSettings)}
+    way_out = (
+        "leave these settings out to have its own, or start from another draft"
+        if can_be_stated.issuperset(differing)
+        else "training cannot go on from such a draft; start from another"
+    )
+    raise SettingsError(f"draft.init_from_draft: {folder} has another {said}: {way_out}")
 
 
 def _may_change(name: str, found: dict[str, Any]) -> bool:

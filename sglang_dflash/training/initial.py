@@ -12,7 +12,12 @@ from sglang_dflash.draft.checks import check_target
 from sglang_dflash.draft.config import DraftConfig, build_target_layer_ids
 from sglang_dflash.draft.rope import RopeSettings
 from sglang_dflash.hf.draft import load_draft
-from sglang_dflash.training.earlier import check_alike, earlier_sizes, settled
+from sglang_dflash.training.earlier import (
+    check_alike,
+    earlier_sizes,
+    named_as_start,
+    settled,
+)
 from sglang_dflash.training.frozen import embedding_of
 from sglang_dflash.training.model import BlockDraft
 from sglang_dflash.training.settings import SettingsError
@@ -152,16 +157,17 @@ def continued_draft(config: dict[str, Any], folder: str, *, seed: int) -> BlockD
     """Return a float32 draft that has the weights of an earlier one.
 
     Args:
-        config: From `draft_config_json`; block size and windows may be others, and it may add
-            DFlash2's parts.
+        config: From `draft_config_json`; block size, windows and a selector's candidates may
+            be others, and it may add DFlash2's parts.
         folder: Of the earlier draft, or its Hub id.
         seed: Of the parts that are new.
 
     Raises:
-        SettingsError: the earlier draft reads other features or has another shape.
-        UnsupportedCheckpoint: the folder holds no DFlash draft.
+        SettingsError: the folder holds no DFlash draft, or one that reads other features or has
+            another shape.
     """
-    earlier = load_draft(draft_folder(folder, weights=True), torch.float32)
+    with named_as_start():
+        earlier = load_draft(draft_folder(folder, weights=True), torch.float32)
     draft = _noise_draft(config, seed)
     check_alike(vars(draft.config), earlier.config, folder)
     draft.load_state_dict(draft.state_dict() | earlier.state_dict())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +64,16 @@ class Source(NamedTuple):
 
 
 def check_sources(stated: Iterable[str]) -> None:
-    """Raise now what `parse_source` and `read_prompts` would raise after a target is loaded."""
+    """Raise now what `parse_source` and `read_prompts` would raise after a target is loaded.
+
+    Raises:
+        SettingsError: theirs; what is in a pipe is not checked, for it can be read once.
+    """
     for each in stated:
         source = parse_source(each)
-        if source.name != AUTO:
+        path = Path(source.name).expanduser()
+        is_stream = os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path))
+        if source.name != AUTO and not is_stream:
             read_prompts(source)
 
 
@@ -121,7 +128,8 @@ def prompt_tokens(
     A tokenizer without a chat template takes the text as it is.
 
     Raises:
-        SettingsError: the chat template refuses the messages, as some do a system prompt.
+        SettingsError: the chat template refuses the messages, as some do those with or those
+            without a system prompt.
     """
     from jinja2 import TemplateError
 
@@ -138,9 +146,15 @@ def prompt_tokens(
             enable_thinking=settings.thinking,
         )
     except TemplateError as error:
+        refused = f"the target's chat template refuses messages of the roles {_roles(messages)}"
+        if settings.system_prompt is None:
+            raise SettingsError(
+                f"TARGET: {refused} ({error}): mend its chat template, or set data.system_prompt "
+                "where it asks for one"
+            ) from error
         raise SettingsError(
-            f"data.system_prompt is {settings.system_prompt!r}: the target's chat template refuses "
-            f"messages of the roles {', '.join(each['role'] for each in messages)}: {error}"
+            f"data.system_prompt is {settings.system_prompt!r}: {refused} ({error}): leave the "
+            "setting out, or mend the template"
         ) from error
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
 
@@ -149,6 +163,10 @@ def share_of(text: str, salt: str) -> float:
     """Return a number in [0, 1) that is the text's own: the same in every run and order."""
     digest = hashlib.sha256(f"{salt}\0{text}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
+
+
+def _roles(messages: list[dict[str, str]]) -> str:
+    return ", ".join(each["role"] for each in messages)
 
 
 def _from_json(line: str, kind: str, where: str) -> Prompt:

@@ -3,20 +3,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from sglang_dflash.strict import plain
 
-__all__ = ["DataSettings", "DraftSettings", "LoopSettings", "Settings", "SettingsError"]
+__all__ = [
+    "NEW_DRAFT",
+    "DataSettings",
+    "DraftSettings",
+    "LoopSettings",
+    "Settings",
+    "SettingsError",
+]
 
 _PUBLISHED_DECAYS = {16: 7.0, 10: 5.0, 8: 4.0}
-_NEW_DRAFT: dict[str, Any] = {
+# What a new draft has where the settings leave it open, and an earlier draft decides else.
+NEW_DRAFT: Mapping[str, Any] = {
     "num_layers": 5,
     "block_size": 16,
     "sliding_layers": (),
+    "sliding_window": None,
     "selector_rank": 0,
     "selector_top_k": 16,
     "conv_kernel_size": 0,
@@ -30,7 +38,7 @@ class SettingsError(ValueError):
 
 @dataclass(frozen=True)
 class DraftSettings:
-    """The shape of the draft; what is left open, None, is as `filled` says.
+    """The shape of the draft; what is left open, None, is settled once an earlier draft is read.
 
     Attributes:
         num_layers: Decoder layers; 5 in a new draft.
@@ -48,8 +56,8 @@ class DraftSettings:
         conv_group_size: Channels that share a kernel's moving part; 16 in a new draft.
         init_from_target_layers: Start from evenly spread target layers, not from noise.
         init_from_draft: Folder or Hub id of a draft to go on from, which decides what is left
-            open. Block size and windows may differ from its own; parts of DFlash2 that it lacks
-            begin without effect.
+            open. Block size, windows and `selector_top_k` may differ from its own; parts of
+            DFlash2 that it lacks begin without effect.
     """
 
     num_layers: int | None = None
@@ -88,19 +96,7 @@ class DraftSettings:
         """Return a setting, or a new draft's; None where an earlier draft will decide."""
         value = getattr(self, name)
         is_new = self.init_from_draft is None
-        return _NEW_DRAFT.get(name) if value is None and is_new else value
-
-    def filled(self, earlier: Mapping[str, Any] | None = None) -> DraftSettings:
-        """Return the settings with what they leave open, as far as it is no target's matter.
-
-        Args:
-            earlier: What the draft has that this one goes on from, as far as it has it.
-        """
-        found = {**_NEW_DRAFT, **(earlier or {})}
-        if self.sliding_layers == ():
-            found.pop("sliding_window", None)
-        is_open = [name for name in found if getattr(self, name) is None]
-        return dataclasses.replace(self, **{name: found[name] for name in is_open})
+        return NEW_DRAFT.get(name) if value is None and is_new else value
 
     def _check_windows(self) -> None:
         layers, window = self.decided("sliding_layers"), self.sliding_window

@@ -35,11 +35,11 @@ _KNOWN_TEXTS, _KNOWN_STEPS = 4, 250
 KNOWN_TOKENS = 1 + 5 * KNOWN_BLOCK  # of each answer: one from the prefill, then whole blocks
 
 
-def train(*arguments: str | Path) -> int:
+def train(*arguments: str | Path, quiet: bool = True) -> int:
     """Run the sub-command; return its exit code."""
     parser = argparse.ArgumentParser()
     add_train_parser(parser.add_subparsers(required=True))
-    parsed = parser.parse_args(["train", "--quiet", *map(str, arguments)])
+    parsed = parser.parse_args(["train", *["--quiet"] * quiet, *map(str, arguments)])
     return parsed.run(parsed, parser)
 
 

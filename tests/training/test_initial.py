@@ -108,6 +108,9 @@ def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_
     config = draft_config_json(target, tokenizer, DraftSettings(num_layers=3))
     with pytest.raises(SettingsError, match="another num_layers"):
         continued_draft(config, folder, seed=0)
+    config = config | {"num_hidden_layers": 2, "hidden_size": 32}
+    with pytest.raises(SettingsError, match=r"another hidden_size .* cannot go on from such"):
+        continued_draft(config, folder, seed=0)
 
 
 _UNLIKE_THE_TARGET = {

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,31 @@ def test_a_bad_file_is_named_before_the_target_is_loaded(
     assert "gone.jsonl: cannot be read" in capsys.readouterr().err
 
 
+def test_a_bad_earlier_draft_is_named_by_its_setting(
+    llama_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone, empty = tmp_path / "gone", tmp_path / "empty"
+    empty.mkdir()
+    for folder, found in (gone, "found nothing there"), (empty, "no config.json"):
+        assert train(llama_pair.target, tmp_path / "draft", "--init-from-draft", folder) == 2
+        said = capsys.readouterr().err
+        assert f"draft.init_from_draft {folder}: {found}" in said
+        assert "--speculative-draft-model-path" not in said
+
+
+def test_the_log_is_shown_unless_quiet_is_asked_for(
+    llama_pair: Pair,
+    few_texts: list[str | Path],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.NOTSET, "sglang_dflash")  # and as it was, afterwards
+    for quiet in True, False:
+        arguments = [llama_pair.target, tmp_path / str(quiet), *few_texts, "--data-only"]
+        assert train(*arguments, quiet=quiet) == 0
+        assert ("8 texts to make" in caplog.text) is not quiet
+
+
 def test_a_place_that_is_no_folder_is_named(
     llama_pair: Pair,
     tmp_path: Path,
@@ -213,7 +239,11 @@ def test_a_place_that_is_no_folder_is_named(
 ) -> None:
     file, draft = tmp_path / "file", tmp_path / "draft"
     file.write_text("")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "training").write_text("")
     for arguments, message in (
+        ([run], f"--data, by default {run / 'training' / 'data'}: {run / 'training'} is a file"),
         ([file], f"OUT {file}: {file} is a file"),
         ([file / "draft"], f"OUT {file / 'draft'}: {file} is a file"),
         ([draft, "--data", file], f"--data {file}: {file} is a file"),

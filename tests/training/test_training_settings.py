@@ -5,13 +5,20 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2 import TemplateError
 
-from sglang_dflash.training.prompts import parse_source, prompt_tokens, read_prompts, share_of
+from sglang_dflash.training.prompts import (
+    check_sources,
+    parse_source,
+    prompt_tokens,
+    read_prompts,
+    share_of,
+)
 from sglang_dflash.training.settings import DataSettings, Settings, SettingsError
 from sglang_dflash.training.settings_file import settings_from_dict, settings_from_yaml
 
@@ -155,6 +162,15 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_prompts(parse_source(str(tmp_path / "gone.jsonl")))
 
 
+def test_a_pipe_is_left_to_be_read_once(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    check_sources(["auto:3", str(pipe)])  # would wait for a writer
+    for bad in "gone.jsonl", str(tmp_path):
+        with pytest.raises(SettingsError, match="cannot be read"):
+            check_sources([bad])
+
+
 def test_a_cut_archive_is_named(tmp_path: Path) -> None:
     file = tmp_path / "cut.jsonl.gz"
     whole = gzip.compress(b'{"prompt": "a"}\n' * 1000)
@@ -174,6 +190,8 @@ def test_a_system_prompt_that_the_template_refuses_is_named() -> None:
     settings = DataSettings(system_prompt="Be brief.")
     with pytest.raises(SettingsError, match=r"data\.system_prompt is 'Be brief.'.*no system role"):
         prompt_tokens("a", Refusing(), settings)  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="TARGET: the target's chat template refuses messages"):
+        prompt_tokens("a", Refusing(), DataSettings())  # type: ignore[arg-type]
 
 
 def test_the_split_is_a_texts_own() -> None:
