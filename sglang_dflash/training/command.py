@@ -62,7 +62,8 @@ def add_train_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
         "--data",
         type=Path,
         metavar="DIR",
-        help="folder of the texts; default: the run's, which is OUT/training/data where it is new",
+        help="folder of the texts; "
+        "default: OUT/training/data; with --resume, where the run has them",
     )
     add(
         "--more-texts",
@@ -73,7 +74,7 @@ def add_train_parser(subparsers: argparse._SubParsersAction) -> argparse.Argumen
     add("--data-only", action="store_true", help="make the texts, and stop")
     add("--resume", action="store_true", help="go on from OUT's last state")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto", help="default: auto")
-    add("--quiet", action="store_true", help="no progress bars")
+    add("--quiet", action="store_true", help="no progress bars and no log")
     parser.set_defaults(run=lambda arguments, _: run_train(arguments))
     return parser
 
