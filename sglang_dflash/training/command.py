@@ -167,6 +167,7 @@ class _Start(NamedTuple):
 
 
 def _train(arguments: argparse.Namespace, settings: Settings) -> None:
+    """Make the texts as far as they are missing, and train; the order of a run."""
     from sglang_dflash.training.checkpoint import state_path
     from sglang_dflash.training.data import build_corpus
     from sglang_dflash.training.frozen import borrowed
@@ -222,7 +223,12 @@ def _texts_are_complete(arguments: argparse.Namespace, texts: Path, num_processe
 
 
 def _start(arguments: argparse.Namespace, settings: Settings) -> _Start:
-    """Load the target, and make the draft on the CPU: a GPU's sums could have other bits."""
+    """Load the target, and make the draft on the CPU: a GPU's sums could have other bits.
+
+    Raises:
+        SettingsError: the target, the earlier draft or the settings cannot be used together.
+        UnsupportedCheckpoint: the target can have no draft.
+    """
     from sglang_dflash.training.earlier import read_earlier, settled
     from sglang_dflash.training.initial import draft_config_json
     from sglang_dflash.training.target import load_target
@@ -297,7 +303,11 @@ def _texts_folder(arguments: argparse.Namespace, run: Path) -> Path:
 
 
 def _known_folder(path: Path) -> str | None:
-    """Return where a recipe says that the texts are; None for the usual place."""
+    """Return where a recipe says that the texts are; None for the usual place.
+
+    Raises:
+        SettingsError: the recipe cannot be read.
+    """
     if not path.exists():
         return None
     try:

@@ -26,7 +26,11 @@ def borrowed(target: PreTrainedModel, device: torch.device) -> tuple[torch.Tenso
 
 
 def embedding_of(target: PreTrainedModel) -> torch.Tensor:
-    """Return the weight of the target's embedding, [V, H]."""
+    """Return the weight of the target's embedding, [V, H].
+
+    Raises:
+        SettingsError: it is not of one weight.
+    """
     return _weight(target, "embedding", target.get_input_embeddings())
 
 

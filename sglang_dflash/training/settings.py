@@ -40,6 +40,9 @@ class SettingsError(ValueError):
 class DraftSettings:
     """The shape of the draft; what is left open, None, is settled once an earlier draft is read.
 
+    Raises:
+        SettingsError: a value out of range, or one that contradicts another.
+
     Attributes:
         num_layers: Decoder layers; 5 in a new draft.
         block_size: B, the anchor included; 16 in a new draft.
@@ -81,14 +84,14 @@ class DraftSettings:
             not both, "draft.init_from_draft", self.init_from_draft, "no other start beside it"
         )
         for name, least, most in (("num_layers", 1, 64), ("block_size", 2, 64)):
-            value = self.decided(name)
+            value = getattr(self, name)
             valid = value is None or least <= value <= most
             _require(valid, f"draft.{name}", value, f"{least} to {most}")
         for name in ("num_features", "intermediate_size", "selector_top_k", "conv_group_size"):
-            value = self.decided(name)
+            value = getattr(self, name)
             _require(value is None or value >= 1, f"draft.{name}", value, "1 or more")
         for name in ("selector_rank", "conv_kernel_size"):
-            value = self.decided(name)
+            value = getattr(self, name)
             _require(value is None or value >= 0, f"draft.{name}", value, "0 or more")
         self._check_windows()
 

@@ -52,7 +52,7 @@ def load_target(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 
 def stop_tokens(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    """Return the tokens that end an answer: all that any part of the checkpoint names.
+    """Return the ids of the tokens that end an answer: all that any part of the checkpoint names.
 
     Source: must equal what SGLang stops at, `_get_hf_eos_token_id` in its
     `configs/model_config.py` and `attach_additional_stop_token_ids` with the tokenizer's own.
