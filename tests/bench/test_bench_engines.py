@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -37,11 +38,12 @@ def recipe(smollm2_pair: Pair, tmp_path: Path) -> Path:
 
 def servers_left() -> list[psutil.Process]:
     """Return the servers that this process has started and not taken down."""
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "sglang.launch_server" in child.cmdline()
-    ]
+    left = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # a zombie has ended too
+            if "sglang.launch_server" in child.cmdline():
+                left.append(child)
+    return left
 
 
 @pytest.mark.timeout(600)
