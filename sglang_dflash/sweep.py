@@ -40,7 +40,7 @@ _CONTEXT = 64  # tokens of each request; what comes in shifts the estimate
 _REPEATS = 3
 _MAX_REQUESTS = 32  # beyond, times are scaled in proportion until steps are seen
 _NO_TRACE = "nothing is written; unset it, or trace on a CPU"
-_SECONDS = 6.0  # how long the sweep may take; larger points are then left out
+_SECONDS = 20.0  # how long the sweep may take; points between others are then left out
 
 
 def width_policy(
@@ -126,7 +126,7 @@ class _Sizes(NamedTuple):
     draft_widths: tuple[int, ...]
 
     def points(self) -> list[SweepPoint]:
-        """Return them, cheapest first."""
+        """Return them in the order to measure them in."""
         return [
             point
             for point in sweep_points(self.max_requests, max(2, self.widest))
@@ -141,7 +141,7 @@ def measure_steps(
     sizes: _Sizes,
     first_rank: FirstRank,
 ) -> None:
-    """Take the times of both parts of steps of every size up to a time limit, cheapest first.
+    """Take the times of both parts of steps of every size, as many as a time limit allows.
 
     The requests are made up: they read and write the pool's padding slot, which belongs to nobody.
 

@@ -142,7 +142,10 @@ class CostModel:
 
 
 def sweep_points(max_requests: int, block_size: int) -> list[SweepPoint]:
-    """Return what to measure at start-up, cheapest first.
+    """Return what to measure at start-up: first the narrowest and the widest, each cheapest first.
+
+    Rows get cheaper by the dozen: a price beyond what was measured is a guess too high, one between
+    is a good one. So what time is too short for had better lie between.
 
     Requests in powers of two, 1, 2, 3, 4, 6, ... and B rows of each; a draft pass has two at least.
     Give `CostModel.observe` the median of a few runs of each: it takes the first at its word.
@@ -154,7 +157,11 @@ def sweep_points(max_requests: int, block_size: int) -> list[SweepPoint]:
         for n in _powers_of_two(max_requests)
         for width in widths[part == "draft" :]
     ]
-    return sorted(points, key=lambda point: (point.num_rows, point.part))
+    between = range(3, block_size)
+    return sorted(
+        points,
+        key=lambda p: (p.num_rows // p.num_requests in between, p.num_rows, p.part),
+    )
 
 
 class _ContextSlope:

@@ -173,6 +173,24 @@ def test_the_sweep_reaches_the_corners(max_requests: int, block_size: int) -> No
     assert all(n <= rows <= n * block_size for _, n, rows in points)
 
 
+@pytest.mark.parametrize("measured", [30, 40, 56, 66])
+def test_a_sweep_cut_short_prices_the_largest_step_right(measured: int) -> None:
+    """Rows get cheaper by the dozen; a line through the smaller steps is half as much again."""
+
+    def law(part: str, n: int, rows: int) -> float:
+        if part == "draft":
+            return 0.004 + 0.00012 * rows
+        return 0.03 + 0.0008 * n + 0.0009 * min(rows, 96) + 0.0003 * max(0, rows - 96)
+
+    cost = CostModel(32, 8)
+    points = sweep_points(32, 8)
+    assert len(points) == 66
+    for point in points[:measured]:
+        cost.observe(*point, 0.0, law(*point))
+    for part, n, rows in points:
+        assert cost.seconds(part, n, rows) == pytest.approx(law(part, n, rows), rel=0.12)
+
+
 def test_one_request_and_the_smallest_block_work() -> None:
     cost = CostModel(1, 2)
     for point in sweep_points(1, 2):
