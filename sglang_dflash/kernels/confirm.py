@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels import has_kernels
 from sglang_dflash.verify.accept import Verdict, accept_equal
 
 __all__ = ["confirm", "confirm_reference"]
@@ -26,30 +27,8 @@ def confirm(
         starts: [n] int64, the first row of each request.
         widths: [n] int64 in 1..B, verified rows of each; they follow each other.
     """
-    how = _launch if proposals.is_cuda else confirm_reference
-    return how(proposals, choices, starts, widths)
-
-
-def confirm_reference(
-    proposals: torch.Tensor,
-    choices: torch.Tensor,
-    starts: torch.Tensor,
-    widths: torch.Tensor,
-) -> Verdict:
-    """See `confirm`."""
-    columns = torch.arange(proposals.shape[1] + 1, device=proposals.device)
-    verified = columns < widths.unsqueeze(1)
-    rows = torch.where(verified, starts.unsqueeze(1) + columns, 0)
-    target_tokens = choices[rows].masked_fill(~verified, 0)
-    return accept_equal(proposals, target_tokens, widths)
-
-
-def _launch(
-    proposals: torch.Tensor,
-    choices: torch.Tensor,
-    starts: torch.Tensor,
-    widths: torch.Tensor,
-) -> Verdict:
+    if not has_kernels(proposals):
+        return confirm_reference(proposals, choices, starts, widths)
     n, num_proposals = proposals.shape
     block_size = num_proposals + 1
     tokens = proposals.new_empty(n, block_size)
@@ -69,6 +48,20 @@ def _launch(
         COLUMNS=triton.next_power_of_2(block_size),
     )
     return Verdict(tokens, num_committed, next_anchor)
+
+
+def confirm_reference(
+    proposals: torch.Tensor,
+    choices: torch.Tensor,
+    starts: torch.Tensor,
+    widths: torch.Tensor,
+) -> Verdict:
+    """See `confirm`."""
+    columns = torch.arange(proposals.shape[1] + 1, device=proposals.device)
+    verified = columns < widths.unsqueeze(1)
+    rows = torch.where(verified, starts.unsqueeze(1) + columns, 0)
+    target_tokens = choices[rows].masked_fill(~verified, 0)
+    return accept_equal(proposals, target_tokens, widths)
 
 
 # Any alignment: a request's rows start where others end.

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch.nn import functional
 
+from sglang_dflash.kernels import has_kernels
+
 __all__ = ["context_keys", "context_keys_reference"]
 
 
@@ -30,42 +32,10 @@ def context_keys(
         eps: of the K norm.
         is_neox_style: whether halves turn, or neighbours.
     """
-    how = _launch if keys.is_cuda else context_keys_reference
-    return how(keys, positions, weight, cos_sin, eps=eps, is_neox_style=is_neox_style)
-
-
-def context_keys_reference(
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-    weight: torch.Tensor,
-    cos_sin: torch.Tensor,
-    *,
-    eps: float,
-    is_neox_style: bool,
-) -> torch.Tensor:
-    """See `context_keys`."""
-    normed = functional.rms_norm(keys, keys.shape[-1:], eps=eps) * weight[:, None]
-    rotary_dim = cos_sin.shape[1]
-    cos, sin = cos_sin.index_select(0, positions)[:, None, None].chunk(2, dim=-1)
-    turning, still = normed[..., :rotary_dim], normed[..., rotary_dim:]
-    if is_neox_style:
-        first, second = turning.chunk(2, dim=-1)
-    else:
-        first, second = turning[..., ::2], turning[..., 1::2]
-    turned = first * cos - second * sin, second * cos + first * sin
-    joined = torch.cat(turned, -1) if is_neox_style else torch.stack(turned, -1).flatten(-2)
-    return torch.cat([joined.to(keys.dtype), still], -1).transpose(0, 1)
-
-
-def _launch(
-    keys: torch.Tensor,
-    positions: torch.Tensor,
-    weight: torch.Tensor,
-    cos_sin: torch.Tensor,
-    *,
-    eps: float,
-    is_neox_style: bool,
-) -> torch.Tensor:
+    if not has_kernels(keys):
+        return context_keys_reference(
+            keys, positions, weight, cos_sin, eps=eps, is_neox_style=is_neox_style
+        )
     num_rows, num_layers, num_heads, head_dim = keys.shape
     assert keys.stride()[2:] == (head_dim, 1)
     turned = keys.new_empty(num_layers, num_rows, num_heads, head_dim)
@@ -89,6 +59,29 @@ def _launch(
         CHANNELS=triton.next_power_of_2(head_dim),
     )
     return turned
+
+
+def context_keys_reference(
+    keys: torch.Tensor,
+    positions: torch.Tensor,
+    weight: torch.Tensor,
+    cos_sin: torch.Tensor,
+    *,
+    eps: float,
+    is_neox_style: bool,
+) -> torch.Tensor:
+    """See `context_keys`."""
+    normed = functional.rms_norm(keys, keys.shape[-1:], eps=eps) * weight[:, None]
+    rotary_dim = cos_sin.shape[1]
+    cos, sin = cos_sin.index_select(0, positions)[:, None, None].chunk(2, dim=-1)
+    turning, still = normed[..., :rotary_dim], normed[..., rotary_dim:]
+    if is_neox_style:
+        first, second = turning.chunk(2, dim=-1)
+    else:
+        first, second = turning[..., ::2], turning[..., 1::2]
+    turned = first * cos - second * sin, second * cos + first * sin
+    joined = torch.cat(turned, -1) if is_neox_style else torch.stack(turned, -1).flatten(-2)
+    return torch.cat([joined.to(keys.dtype), still], -1).transpose(0, 1)
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # of prompts as many as there are lengths

@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from sglang_dflash.kernels import has_kernels
+
 __all__ = ["fill_block", "fill_block_reference"]
 
 
@@ -30,8 +32,25 @@ def fill_block(
         positions: [n, B] int64, written: prefix length + 0..B-1.
         locs: [n, B] int64, written: the slot of each.
     """
-    launch = _launch if anchors.is_cuda else fill_block_reference
-    launch(anchors, prefix_lens, req_pool_indices, req_to_token, ids, positions, locs)
+    if not has_kernels(anchors):
+        fill_block_reference(
+            anchors, prefix_lens, req_pool_indices, req_to_token, ids, positions, locs
+        )
+        return
+    n, block_size = ids.shape
+    assert all(out.is_contiguous() for out in (ids, positions, locs))
+    _fill_block_kernel[(n,)](
+        anchors,
+        prefix_lens,
+        req_pool_indices,
+        req_to_token,
+        ids,
+        positions,
+        locs,
+        req_to_token.stride(0),
+        BLOCK_SIZE=block_size,
+        COLUMNS=triton.next_power_of_2(block_size),
+    )
 
 
 def fill_block_reference(
@@ -48,31 +67,6 @@ def fill_block_reference(
     offsets = torch.arange(ids.shape[1], dtype=torch.int64, device=ids.device)
     torch.add(prefix_lens.unsqueeze(1), offsets, out=positions)
     locs.copy_(req_to_token[req_pool_indices.unsqueeze(1), positions])
-
-
-def _launch(
-    anchors: torch.Tensor,
-    prefix_lens: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    req_to_token: torch.Tensor,
-    ids: torch.Tensor,
-    positions: torch.Tensor,
-    locs: torch.Tensor,
-) -> None:
-    n, block_size = ids.shape
-    assert all(out.is_contiguous() for out in (ids, positions, locs))
-    _fill_block_kernel[(n,)](
-        anchors,
-        prefix_lens,
-        req_pool_indices,
-        req_to_token,
-        ids,
-        positions,
-        locs,
-        req_to_token.stride(0),
-        BLOCK_SIZE=block_size,
-        COLUMNS=triton.next_power_of_2(block_size),
-    )
 
 
 @triton.jit
