@@ -15,6 +15,7 @@ from sglang_dflash.training.captured import Capture
 from sglang_dflash.training.prompts import AUTO, Prompt, prompt_tokens
 from sglang_dflash.training.settings import DataSettings, SettingsError
 from sglang_dflash.training.target import stop_tokens
+from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,8 +85,8 @@ def auto_prompts(
                 words = str(tokenizer.decode(answered, skip_special_tokens=True))
                 made.append((start + words).strip())
             bar.update(count)
-            path.with_suffix(".unfinished").write_text(json.dumps(made), encoding="utf-8")
-            path.with_suffix(".unfinished").replace(path)
+            with whole_file(path) as unfinished:
+                unfinished.write_text(json.dumps(made), encoding="utf-8")
     return [Prompt(AUTO, text) for text in made[:number] if text]
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.token_map import own_token_map, write_token_map
 from sglang_dflash.training.settings import SettingsError
+from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,8 +63,6 @@ def save_state(
 
     There is no state of random generators: order and anchors are functions of a batch's number.
     """
-    path = state_path(folder)
-    unfinished = path.with_suffix(".unfinished")
     state = {
         "draft": draft.state_dict(),
         "optimizer": optimizer.state_dict(),
@@ -71,8 +70,8 @@ def save_state(
         "metrics": resumed.metrics,
         "identity": json.dumps(identity, sort_keys=True),
     }
-    torch.save(state, unfinished)
-    unfinished.replace(path)
+    with whole_file(state_path(folder)) as unfinished:
+        torch.save(state, unfinished)
 
 
 def load_state(
@@ -144,9 +143,8 @@ def export_draft(
         name: tensor.detach().to("cpu", dtype).contiguous()
         for name, tensor in draft.state_dict().items()
     }
-    unfinished = folder / "model.unfinished"
-    save_file(weights, unfinished, metadata={"format": "pt"})
-    unfinished.replace(folder / "model.safetensors")
+    with whole_file(folder / "model.safetensors") as unfinished:
+        save_file(weights, unfinished, metadata={"format": "pt"})
     text = json.dumps(config, indent=1) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")
     if tokens is not None:

@@ -20,6 +20,7 @@ from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.training.prompts import check_sources
 from sglang_dflash.training.settings import LoopSettings, Settings, SettingsError
 from sglang_dflash.training.settings_file import settings_from_dict, settings_from_yaml
+from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -284,10 +285,8 @@ def _recipe(arguments: argparse.Namespace, settings: Settings, texts: Path) -> s
 
 def _write_recipe(run: Path, recipe: str) -> None:
     """Put a recipe in place of the last one; a kill leaves one or the other."""
-    path = _recipe_path(run)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(recipe, encoding="utf-8")
-    unfinished.replace(path)
+    with whole_file(_recipe_path(run)) as unfinished:
+        unfinished.write_text(recipe, encoding="utf-8")
 
 
 def _texts_folder(arguments: argparse.Namespace, run: Path) -> Path:

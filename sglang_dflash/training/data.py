@@ -45,6 +45,7 @@ from sglang_dflash.training.shards import (
     write_shard,
 )
 from sglang_dflash.training.target import embedding_digest, stop_tokens, target_digest
+from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -181,7 +182,8 @@ def _check_manifest(folder: Path, stated: dict[str, Any], target: PreTrainedMode
     # A run that failed before it made anything binds nobody.
     has_texts = shard_path(folder, 0).exists() or auto_file(folder).exists()
     if not path.exists() or not has_texts:
-        path.write_text(json.dumps(stated, indent=1), encoding="utf-8")
+        with whole_file(path) as unfinished:
+            unfinished.write_text(json.dumps(stated, indent=1), encoding="utf-8")
         return
     found = _found(folder, target)
     differing = [key for key in stated if found.get(key) != stated[key]]
@@ -205,7 +207,8 @@ def _note(folder: Path, key: str, value: Any) -> None:
         )
     if key not in found:
         text = json.dumps(found | {key: value}, indent=1)
-        manifest_path(folder).write_text(text, encoding="utf-8")
+        with whole_file(manifest_path(folder)) as unfinished:
+            unfinished.write_text(text, encoding="utf-8")
 
 
 def _jobs(

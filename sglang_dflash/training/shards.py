@@ -12,6 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from sglang_dflash.training.captured import Text
+from sglang_dflash.training.whole_file import whole_file
 
 __all__ = ["Corpus", "TextInfo", "manifest_path", "read_manifest", "shard_path", "write_shard"]
 
@@ -66,9 +67,8 @@ def write_shard(path: Path, texts: list[Text], infos: list[TextInfo]) -> None:
     """
     rows = {name: [getattr(text, name) for text in texts] for name in _TENSORS}
     tensors = {name: torch.cat(found) if found else torch.empty(0) for name, found in rows.items()}
-    unfinished = path.with_suffix(".unfinished")
-    save_file(tensors, unfinished, metadata={"texts": json.dumps(infos)})
-    unfinished.replace(path)
+    with whole_file(path) as unfinished:
+        save_file(tensors, unfinished, metadata={"texts": json.dumps(infos)})
 
 
 class Corpus:
