@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 
 from sglang_dflash.cpu.attention_math import (
+    Fold,
     HeadLayout,
     Workspace,
     attend_each_row,
@@ -63,9 +64,9 @@ class _Block(NamedTuple):
     """Requests padded to one shape: m requests, `width` queries and `length` keys each."""
 
     slots: torch.Tensor  # [m * length] int64
-    q_rows: torch.Tensor | None  # [m * width] int64, or None where rows are already in this shape
-    out_rows: torch.Tensor | None  # [valid] int64 destination of each row in `valid`
-    valid: torch.Tensor | None  # [valid] int64 rows of the padded output that are real
+    q_rows: torch.Tensor  # [m, width] int64 (padding repeats the last)
+    valid: torch.Tensor | None  # [m, width] bool, no padding; None where rows have this shape
+    own_rows: torch.Tensor  # [k] int64, the rows that are no padding
     q_pos: torch.Tensor  # [m, width] int64, absolute positions (padding repeats the last)
     first_key: torch.Tensor  # [m] int64, absolute position of key column 0
     kv_lens: torch.Tensor  # [m] int64
@@ -98,6 +99,7 @@ class AttentionPlan:
     window: int
     by_row: bool = False
     _masks: dict[tuple, torch.Tensor | None] = field(default_factory=dict)
+    _folds: dict[tuple[int, int, int], Fold] = field(default_factory=dict)
 
     @classmethod
     def build(
@@ -157,30 +159,33 @@ class AttentionPlan:
         Returns:
             [rows, q_heads, v_head_dim] of q's dtype; padding rows are zero.
         """
-        if len(self.blocks) == 1 and not self.tiles and self.blocks[0].q_rows is None:
-            block = self.blocks[0]
-            if q.shape[0] == self.num_rows:
-                return self._attend_block(block, q, k_cache, v_cache, heads, workspace, causal)
+        given = (q, k_cache, v_cache, heads, workspace, causal)
+        if len(self.blocks) == 1 and not self.tiles and q.shape[0] == self.num_rows:
+            return self._attend_block(self.blocks[0], *given)
         out = q.new_zeros((q.shape[0], q.shape[1], v_cache.shape[-1]))
         for block in self.blocks:
-            rows_in = q[: self.num_rows] if block.q_rows is None else q[block.q_rows]
-            got = self._attend_block(block, rows_in, k_cache, v_cache, heads, workspace, causal)
-            if block.out_rows is None:
-                out[: self.num_rows] = got
-            else:
-                out.index_copy_(0, block.out_rows, got[block.valid])
+            out.index_copy_(0, block.own_rows, self._attend_block(block, *given))
         for run in self.tiles:
             self._attend_tiles(run, q, k_cache, v_cache, heads, workspace, causal, out)
         return out
 
     def _attend_block(self, block, q, k_cache, v_cache, heads, workspace, causal):
-        """Attend one block; q and the result are [m * width, heads, dim] in the block's order."""
+        """Return [k, q_heads, v_dim], the block's own rows of q in its order."""
         groups = q.shape[1] // k_cache.shape[1]
         mask = self._block_mask(block, groups, causal, q.dtype)
+        fold = None if block.valid is None else self._fold(block, q.shape[1], k_cache.shape[1])
+        if fold is None:
+            q = q[: self.num_rows]
         keys = workspace.gather("k", k_cache, block.slots)
         values = workspace.gather("v", v_cache, block.slots)
         shape = (block.num, block.width, block.length)
-        return attend_rows(q, keys, values, shape, mask, heads)
+        return attend_rows(q, keys, values, shape, mask, heads, fold)
+
+    def _fold(self, block, q_heads, kv_heads):
+        key = (id(block), q_heads, kv_heads)
+        if key not in self._folds:
+            self._folds[key] = Fold.of(block.q_rows, block.valid, q_heads, kv_heads)
+        return self._folds[key]
 
     def _attend_tiles(self, run, q, k_cache, v_cache, heads, workspace, causal, out):
         """Attend one request, tile by tile or row by row, into its rows of `out`."""
@@ -292,18 +297,15 @@ def _make_block(rows, members, starts, row_starts, in_order, translate) -> _Bloc
     key_pos = torch.minimum(first_key[:, None] + torch.arange(length), (kv_lens - 1)[:, None])
     slots = rows.req_to_token[reqs[:, None].long(), key_pos].long().reshape(-1)
     offset = torch.minimum(torch.arange(width)[None, :], (widths - 1)[:, None])
-    q_rows = out_rows = valid = None
+    begin = torch.tensor([row_starts[i] for i in members])
+    q_rows, valid = begin[:, None] + offset, None
     if not (in_order and bool((widths == width).all())):
-        begin = torch.tensor([row_starts[i] for i in members])
-        padded = begin[:, None] + offset
-        valid = torch.nonzero((torch.arange(width) < widths[:, None]).reshape(-1)).flatten()
-        q_rows = padded.reshape(-1)
-        out_rows = q_rows[valid]
+        valid = torch.arange(width) < widths[:, None]
     return _Block(
         slots if translate is None else translate(slots),
         q_rows,
-        out_rows,
         valid,
+        q_rows.flatten() if valid is None else q_rows[valid],
         (kv_lens - widths)[:, None] + offset,
         first_key,
         kv_lens,

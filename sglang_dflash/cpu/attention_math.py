@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-__all__ = ["HeadLayout", "Workspace", "attend_each_row", "attend_rows", "attend_tile"]
+__all__ = ["Fold", "HeadLayout", "Workspace", "attend_each_row", "attend_rows", "attend_tile"]
 
 
 class HeadLayout(NamedTuple):
@@ -58,6 +58,30 @@ class Workspace:
         return out.view(-1, cache.shape[1], cache.shape[2])
 
 
+class Fold(NamedTuple):
+    """Where the query heads of m requests of unequal widths lie, those of a K/V head as rows.
+
+    Padding and folding are one gather of (row, head) pairs, pair = row * q_heads + head, and one
+    gather undoes both, so that an unequal batch takes as many operators as an equal one.
+
+    Attributes:
+        pairs: [m * kv_heads * groups * width] int64, in this order.
+        places: [k * q_heads] int64, where the pairs of the k rows that are no padding are in
+            [m, groups * width, kv_heads], the order in which the CPU kernel writes.
+    """
+
+    pairs: torch.Tensor
+    places: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, valid: torch.Tensor, q_heads: int, kv_heads: int) -> Fold:
+        """Return the fold of [m, width] query rows, `valid` those that are no padding."""
+        m, width = rows.shape
+        pairs = rows[:, None, :] * q_heads + torch.arange(q_heads)[:, None]  # [m, q_heads, width]
+        places = torch.arange(pairs.numel()).view(m, -1, width, kv_heads).permute(0, 2, 3, 1)
+        return cls(pairs.flatten(), places.reshape(m, width, -1)[valid].flatten())
+
+
 def attend_rows(
     q: torch.Tensor,
     keys: torch.Tensor,
@@ -65,26 +89,31 @@ def attend_rows(
     shape: tuple[int, int, int],
     mask: torch.Tensor | None,
     heads: HeadLayout,
+    fold: Fold | None = None,
 ) -> torch.Tensor:
     """Return attention of m padded requests, the query heads of a K/V head folded into rows.
 
     Args:
-        q: [m * width, q_heads, dim] float.
+        q: [rows, q_heads, dim] float.
         keys: [m * length, kv_heads, dim] of q's dtype.
         values: [m * length, kv_heads, v_dim] of q's dtype.
         shape: (m, width, length).
         mask: [m, 1, groups * width, length] additive, rows in (group, width) order; None for all.
         heads: scale, soft cap and sinks.
+        fold: which rows of q are whose; None where they are m times `width`, in order.
 
     Returns:
-        [m * width, q_heads, v_dim] of q's dtype.
+        [k, q_heads, v_dim] of q's dtype, the rows that are no padding.
     """
     m, width, length = shape
-    q_heads, kv_heads = q.shape[1], keys.shape[1]
+    q_heads, kv_heads, dim = q.shape[1], keys.shape[1], q.shape[2]
     groups = q_heads // kv_heads
-    folded = q.reshape(m, width, kv_heads, groups, -1).permute(0, 2, 3, 1, 4)
+    if fold is None:
+        folded = q.reshape(m, width, kv_heads, groups, dim).permute(0, 2, 3, 1, 4)
+    else:
+        folded = q.reshape(-1, dim).index_select(0, fold.pairs)
     out = _attention(
-        folded.reshape(m, kv_heads, groups * width, q.shape[-1]),
+        folded.reshape(m, kv_heads, groups * width, dim),
         keys.view(m, length, kv_heads, -1).transpose(1, 2),
         values.view(m, length, kv_heads, -1).transpose(1, 2),
         mask,
@@ -93,8 +122,11 @@ def attend_rows(
         if heads.sinks is None
         else heads.sinks.view(1, kv_heads, groups, 1).repeat_interleave(width, 2),
     )
-    out = out.view(m, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(m * width, q_heads, -1)
+    if fold is None:
+        out = out.view(m, kv_heads, groups, width, -1).permute(0, 3, 1, 2, 4)
+        return out.reshape(m * width, q_heads, -1)
+    written = out.transpose(1, 2).reshape(-1, out.shape[-1])
+    return written.index_select(0, fold.places).view(-1, q_heads, out.shape[-1])
 
 
 def attend_tile(
