@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from sglang_dflash.cpu.host_memory import free_memory
 from sglang_dflash.cpu.linear import repack_linear_layers
 from sglang_dflash.cpu.memory import assign_req_to_token_pool
 from sglang_dflash.cpu.operators import softcap_logits
+from sglang_dflash.cpu.settings import number_of_processes
 from sglang_dflash.noise import murmur_hash32
 from sglang_dflash.seams import IN_PLACE_UPDATES
 
@@ -51,18 +54,34 @@ def _last_slots(
 
 
 def _share_of_memory(original: Callable[..., int], self: Any, pre_model_load_memory: float) -> int:
-    """Return the bytes this rank's K/V pool may take: all ranks see the same free memory.
+    """Return the bytes this process's K/V pool may take: all processes see the same free memory.
 
     The server shares the host with other programs, so without a user's --mem-fraction-static the
-    pools together take at most half of what is free beside the weights.
-    """
-    from sglang.srt.runtime_context import get_parallel, get_schedule, get_server_args
+    pools together take at most half of what is free beside the weights. SGLang's own sum compares
+    with what was free before they were loaded, and fails where others have taken memory since.
 
-    budget = original(self, pre_model_load_memory)
-    if get_server_args()._raw_input.get("mem_fraction_static") is None:
-        reserve = pre_model_load_memory * (1 - get_schedule().mem_fraction_static)  # GiB
-        budget = min(budget, int((budget + reserve * 2**30) * _FREE_MEMORY_SHARE))
-    return budget // get_parallel().world_group.world_size
+    Raises:
+        ValueError: nothing is free.
+    """
+    from sglang.srt.runtime_context import get_parallel, get_server_args
+    from sglang.srt.utils.common import get_available_gpu_memory
+
+    arguments, ranks = get_server_args(), get_parallel().world_group
+    if arguments._raw_input.get("mem_fraction_static") is not None:
+        return original(self, pre_model_load_memory) // number_of_processes(arguments)
+    gc.collect()  # what loading left behind
+    free = get_available_gpu_memory(  # GiB, the least that a rank sees
+        self.device, self.gpu_id, distributed=ranks.world_size > 1, cpu_group=ranks.cpu_group
+    )
+    share = free * _FREE_MEMORY_SHARE
+    if self.mambaish_config is not None:
+        share = self._handle_max_mamba_cache(share)
+    if share <= 0:
+        raise ValueError(
+            f"{free:.2f} GiB of memory are free for the K/V pool. Free memory, raise the "
+            "container's limit, or serve a smaller model."
+        )
+    return int(share * 2**30) // number_of_processes(arguments)
 
 
 def _repack(result: Any, updater: Any, *_: Any, **__: Any) -> Any:
@@ -93,6 +112,7 @@ HOOKS: list[tuple[str, Any, str]] = [
         _keep_operators,
         "replace",
     ),
+    ("sglang.srt.utils.common.get_free_cpu_memory", free_memory, "replace"),
     ("sglang.srt.distributed.bootstrap._bind_threads_if_cpu", _use_rank_cpus, "after"),
     (
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",

@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import psutil
 import torch
 import torch.nn.functional as F
 from sglang.srt.layers.linear import LinearBase
@@ -23,6 +22,8 @@ from sglang.srt.layers.quantization.unquant import (
     UnquantizedLinearMethod,
 )
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from sglang_dflash.cpu.host_memory import free_memory
 
 __all__ = [
     "PackedEmbeddingMethod",
@@ -146,7 +147,9 @@ class PackedEmbeddingMethod(UnquantizedEmbeddingMethod):
         return layer.packed_weight.product(x.to(layer.weight.dtype), bias)
 
 
-def pack_linear_layers(model: torch.nn.Module, *, batch_invariant: bool) -> None:
+def pack_linear_layers(
+    model: torch.nn.Module, *, batch_invariant: bool, processes: int = 1
+) -> None:
     """Give every unquantised linear layer and the output head of `model` a packed weight.
 
     Does nothing for a dtype oneDNN has no kernel for here, or where the copies would take more
@@ -156,10 +159,11 @@ def pack_linear_layers(model: torch.nn.Module, *, batch_invariant: bool) -> None
         model: the model, loaded.
         batch_invariant: whether a row's result must not depend on the rows beside it. Layers that
             stay as they are cannot promise it: a warning says so.
+        processes: how many do so at the same time, each with its part of the model.
     """
     plain = _plain_layers(model)
-    needed = sum(layer.weight.numel() * layer.weight.element_size() for layer in plain)
-    free = psutil.virtual_memory().available
+    needed = processes * sum(each.weight.numel() * each.weight.element_size() for each in plain)
+    free = free_memory()
     if needed > _MEMORY_SHARE * free:
         logger.warning(
             "Linear layers stay unpacked and slower: packed copies need %.1f GiB, and %.1f GiB are "

@@ -6,15 +6,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import psutil
 import torch
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
+from sglang_dflash.cpu.host_memory import free_memory, total_memory
 from sglang_dflash.cpu.settings import (
     BACKEND_NAME,
     default_server_args,
     is_batch_invariant,
+    number_of_processes,
     thread_environment,
 )
 
@@ -52,17 +53,15 @@ class CpuPlatform(SRTPlatform):
 
     def get_device_total_memory(self, device_id: int = 0) -> int:
         """Return the bytes of memory that this host, or this container, has."""
-        return int(psutil.virtual_memory().total)
+        return total_memory()
 
     def get_current_memory_usage(self, device: torch.device | None = None) -> float:
-        """Return the bytes of memory in use on the host."""
-        memory = psutil.virtual_memory()
-        return float(memory.total - memory.available)
+        """Return the bytes of memory in use on the host, or in this container."""
+        return float(total_memory() - free_memory())
 
     def get_available_memory(self, device_id: int = 0) -> tuple[int, int]:
         """Return (free, total) bytes."""
-        memory = psutil.virtual_memory()
-        return memory.available, memory.total
+        return free_memory(), total_memory()
 
     def get_device(self, device_id: int | None = 0) -> str:
         """Return "cpu": all ranks share it."""
@@ -117,10 +116,13 @@ class CpuPlatform(SRTPlatform):
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         """Pack the weights of a model that was just loaded, and shorten its path."""
+        from sglang.srt.runtime_context import get_server_args
+
         from sglang_dflash.cpu.decoder import straighten
         from sglang_dflash.cpu.linear import pack_linear_layers
 
-        pack_linear_layers(model, batch_invariant=is_batch_invariant())
+        processes = number_of_processes(get_server_args())
+        pack_linear_layers(model, batch_invariant=is_batch_invariant(), processes=processes)
         straighten(model)
 
     def get_dispatch_key_name(self) -> str:

@@ -99,12 +99,17 @@ def thread_environment(server_args: Any, environ: Mapping[str, str]) -> dict[str
     workers inherit. What the user has set stays.
     """
     wanted = {"GOMP_SPINCOUNT": _SPIN_COUNT, "SGLANG_CUDA_COREDUMP_BEFORE_CRASH_WAIT_SECS": "0"}
-    ranks = server_args.tp_size * server_args.pp_size * server_args.dp_size
+    ranks = number_of_processes(server_args)
     if ranks > 1:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
             ",".join(str(c) for c in cpus) for cpus in rank_cpus(ranks)
         )
     return {name: value for name, value in wanted.items() if name not in environ}
+
+
+def number_of_processes(server_args: Any) -> int:
+    """Return how many processes with a model share this host."""
+    return server_args.tp_size * server_args.pp_size * server_args.dp_size
 
 
 def rank_cpus(ranks: int) -> list[list[int]]:
