@@ -16,6 +16,7 @@ from sglang_dflash.budget.planner import (
     Limits,
     Plan,
     StepSeconds,
+    expected_tokens,
     plan_widths,
     widen,
 )
@@ -60,7 +61,7 @@ class _Outlook(NamedTuple):
         rows: [k].
         tokens: [k], expected.
         seconds: [k].
-        best: index of the fastest number of rows.
+        best: index of the number of rows to take.
         best_rate: expected tokens per second there.
     """
 
@@ -82,6 +83,12 @@ class _Outlook(NamedTuple):
         rates = tokens / seconds if allowed is None else np.where(allowed, tokens / seconds, 0.0)
         best = int(rates.argmax())
         return cls(rows, tokens, seconds, best, float(rates[best]))
+
+    @property
+    def whole(self) -> _Outlook:
+        """The same with every row that the draft proposes."""
+        last = len(self.rows) - 1
+        return self._replace(best=last, best_rate=float(self.tokens[last] / self.seconds[last]))
 
     def wider(self, index: int) -> int:
         """Return the index of twice the rows, as far as they go."""
@@ -153,9 +160,10 @@ class BudgetController:
     it doubles both widths. `LookPurse` says when: looks that gain nothing take at most
     `Pacing.exploration` of the time (1 %), those that pay for themselves follow one another. After
     a turn the pauses grow by doubling, a handful of looks more: a turn made in error is soon
-    undone. What is not decoded plainly is not timed plainly: while drafting, plain steps come in
-    between, for as much of the time where the two are near and for less where they are not, so
-    that a price believed too high heals too.
+    undone. That a load returns which goes another way, as it did before, is no turn. What is not
+    decoded plainly is not timed plainly: while drafting, plain steps come in between, for as much
+    of the time where the two are near and for less where they are not, so that a price believed too
+    high heals too.
 
     Args:
         cost: measured times; must know both parts of a step before `start`.
@@ -182,9 +190,11 @@ class BudgetController:
         self._look: Look | None = None
         self._since_look = 0
         self._looks = 0  # since the draft was last turned on or off
+        self._ways: dict[int, bool] = {}  # whether so many requests drafted last, by octave
         self._context_tokens: float | None = None
         self._step = Step(limits.widest, explores=False)
         self._chances: list[Array] = []  # not yet learnt from
+        self._promised = 0.0  # accepted proposals of the latest plan, by its chances
         self._prices: _Prices | None = None
         self._age = 0  # steps since they were worked out
 
@@ -204,7 +214,7 @@ class BudgetController:
         if self._prices is None or self._prices.n != n or self._age >= fresh:
             self._prices, self._age = self._look_ahead(n), 0
         drafting = self._plain_is_barred or self._switch.turn(self._advantage())
-        if drafting != before:
+        if self._note_way(n, drafting, before):
             self._looks = self._plain_checks = 0
         self._since_plain += 1
         if drafting and self._checks_plain_now():
@@ -225,17 +235,19 @@ class BudgetController:
         Args:
             chances: [n, w-1], calibrated, w the step's draft width.
         """
-        rate = self._prices.best.best_rate
+        # Tokens are worth what is kept of them, or as much less as the rate is held to be higher.
+        rate = self._prices.best.best_rate / self.gains.kept
         self._learn(chances)
         limits, seconds = self._limits_of(chances), self._prices.drafted(chances.shape[1] + 1)
-        plan = plan_widths(chances, seconds, limits, rate)
+        plan = plan_widths(chances, seconds, limits, rate, self._pacing.narrow_margin)
+        self._promised = plan.expected_tokens - len(chances)
         if not self._step.explores:
             return plan
         # From plain: what pays once the draft has run, and something to see of each request.
         drafting = self._switch.drafting
         widths = widen(plan.widths, limits) if drafting else np.maximum(plan.widths, 2)
-        reached = np.arange(2, chances.shape[1] + 2) <= widths[:, None]
-        tokens = len(chances) + float((np.cumprod(chances, axis=1) * reached).sum())
+        tokens = expected_tokens(chances, widths)
+        self._promised = tokens - len(chances)
         looked = Plan(widths, tokens, float(seconds(np.array([widths.sum()]))[0]))
         self._look = self._look_of(plan, looked)
         return looked
@@ -258,6 +270,7 @@ class BudgetController:
         Args:
             num_accepted: [n], accepted proposals.
         """
+        self.gains.settle(len(num_accepted), self._promised, int(num_accepted.sum()))
         if self._look is not None:
             look, self._look = self._look, None
             self._earn(look, num_accepted)
@@ -301,6 +314,10 @@ class BudgetController:
             allowed = self._numbers_of_rows(n, rows[:count])
             outlooks[width] = _Outlook.of(rows[:count], tokens, target[:count] + seconds, allowed)
         best_width = max(outlooks, key=lambda width: outlooks[width].best_rate)
+        widest = max(outlooks)
+        least = (1 - self._pacing.narrow_margin) * outlooks[best_width].best_rate
+        if (whole := outlooks[widest].whole).best_rate > least:
+            best_width, outlooks[widest] = widest, whole
         return _Prices(n, plain, rows, target, draft, outlooks, best_width)
 
     def _numbers_of_rows(self, n: int, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
@@ -313,6 +330,16 @@ class BudgetController:
         Asked before the draft runs, so its pass counts. Above 1, drafting pays.
         """
         return self._prices.best.best_rate * self._prices.plain / self._prices.n
+
+    def _note_way(self, n: int, drafting: bool, before: bool) -> bool:
+        """Return whether n requests go another way than the step before, and than so many did last.
+
+        Looks after a turn are beyond the share that is allowed: a load that returns has had them.
+        """
+        octave = n.bit_length()
+        last = self._ways.get(octave)
+        self._ways[octave] = drafting
+        return drafting not in (before, last)
 
     def _looks_now(self, drafting: bool) -> bool:
         """Return whether this step looks, and pay for it."""

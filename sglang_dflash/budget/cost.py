@@ -19,10 +19,6 @@ StepPart = Literal["draft", "target"]
 `target`: all else of a step, over any rows: verify, decision, injection, the scheduler. A plain
 step is a target part of one row a request."""
 
-_CONTEXT_KEEP = 0.98
-_CONTEXT_RIDGE = 2.0 * 256**2  # tokens^2: less variation than this says nothing
-_LARGEST_CONTEXT_SHARE = 0.5  # of the time at the usual context
-
 
 class SweepPoint(NamedTuple):
     """What to measure at start-up: a part of a step, requests, and rows of all together."""
@@ -37,8 +33,8 @@ class CostModel:
 
     Nothing is assumed of the machine: a start-up sweep (`sweep_points`) seeds it and every step
     keeps it current. Estimates never fall as rows grow at a number of requests, nor as requests
-    grow at a number of rows per request. Leave out steps that did other work, a prefill above all;
-    a few that slip in are clipped.
+    grow at a number of rows per request, the context being the same. Leave out steps that did other
+    work, a prefill above all; a few that slip in are clipped.
 
     Args:
         max_requests: the most requests of one step; more are scaled in proportion.
@@ -53,7 +49,6 @@ class CostModel:
             "draft": TimeSurface(requests, half_octaves(block_size)[1:], window),
             "target": TimeSurface(requests, half_octaves(block_size), window),
         }
-        self._per_context = {part: _ContextSlope() for part in get_args(StepPart)}
 
     def observe(
         self, part: StepPart, n: int, num_rows: int, context_tokens: float, seconds: float
@@ -64,20 +59,13 @@ class CostModel:
             part: which.
             n: requests.
             num_rows: its rows of all requests together.
-            context_tokens: tokens of all requests together before the step.
+            context_tokens: of all requests together, the block's own positions included.
             seconds: wall time, above 0; other values are ignored.
         """
         if not 0 < seconds < np.inf:
             return
-        surface, slope = self._surfaces[part], self._per_context[part]
-        width, scale = num_rows / n, self._beyond(n)
-        usual = surface.context_at(n, np.array([width]))[0]
-        deviation = context_tokens - usual if surface.has_samples else 0.0
-        shift = slope.seconds_per_token * deviation
-        # The surface stands for the usual context, which follows what comes in.
-        level = max(seconds - shift, seconds * _LARGEST_CONTEXT_SHARE) / scale
-        residual = surface.observe(n, width, level, context_tokens) * scale
-        slope.observe(deviation, residual + shift)
+        scale = self._beyond(n)
+        self._surfaces[part].observe(n, num_rows / n, seconds / scale, context_tokens / scale)
 
     def curve(
         self, part: StepPart, n: int, rows: NDArray[np.int64], context_tokens: float | None = None
@@ -97,14 +85,9 @@ class CostModel:
         if not surface.has_samples:
             raise ValueError(f"no {part} pass was measured yet: run the sweep, or one such pass")
         widths = np.asarray(rows, dtype=np.float64) / n
-        seconds = surface.seconds(n, widths) * self._beyond(n)
-        if context_tokens is None:
-            return seconds
-        # One deviation for all rows: a curve shifted as a whole stays monotone.
-        deviation = context_tokens - surface.context_at(n, widths).mean()
-        limit = _LARGEST_CONTEXT_SHARE * seconds.min()
-        shift = self._per_context[part].seconds_per_token * deviation
-        return seconds + float(np.clip(shift, -limit, limit))
+        scale = self._beyond(n)
+        context = None if context_tokens is None else context_tokens / scale
+        return surface.seconds(n, widths, context) * scale
 
     def seconds(
         self, part: StepPart, n: int, num_rows: int, context_tokens: float | None = None
@@ -119,23 +102,6 @@ class CostModel:
     def knows(self, part: StepPart) -> bool:
         """Whether this part was ever measured."""
         return self._surfaces[part].has_samples
-
-    def to_dict(self) -> dict[str, dict[str, object]]:
-        """Return the nodes, their times in seconds and their samples, ready for JSON."""
-        return {
-            part: {
-                "requests": surface.requests.tolist(),
-                "widths": surface.widths.tolist(),
-                "seconds": [
-                    surface.seconds(int(n), surface.widths).tolist()
-                    for n in surface.requests
-                    if surface.has_samples
-                ],
-                "samples": surface.evidence.tolist(),
-                "seconds_per_context_token": self._per_context[part].seconds_per_token,
-            }
-            for part, surface in self._surfaces.items()
-        }
 
     def _beyond(self, n: int) -> float:
         return max(1.0, n / self._surfaces["target"].requests[-1])
@@ -162,20 +128,6 @@ def sweep_points(max_requests: int, block_size: int) -> list[SweepPoint]:
         points,
         key=lambda p: (p.num_rows // p.num_requests in between, p.num_rows, p.part),
     )
-
-
-class _ContextSlope:
-    """Seconds per context token at or above 0: a ridge regression that forgets."""
-
-    def __init__(self) -> None:
-        self.seconds_per_token = 0.0
-        self._squares = 0.0
-        self._products = 0.0
-
-    def observe(self, deviation: float, seconds: float) -> None:
-        self._squares = _CONTEXT_KEEP * self._squares + deviation**2
-        self._products = _CONTEXT_KEEP * self._products + deviation * seconds
-        self.seconds_per_token = max(0.0, self._products / (self._squares + _CONTEXT_RIDGE))
 
 
 def _powers_of_two(last: int) -> list[int]:

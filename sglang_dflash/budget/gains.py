@@ -14,6 +14,9 @@ Array = NDArray[np.float64]
 
 _POINTS_PER_ROW = 4
 _PRIOR_WEIGHT = 4.0  # request-steps
+_KEPT_WINDOW = 32.0  # request-steps
+_PRIOR_KEPT = 4.0  # tokens, promised and accepted: chances are believed where little was seen
+_MOST_KEPT = 1.5
 
 
 class GainCurve:
@@ -25,6 +28,9 @@ class GainCurve:
     rows: concave, 1 at one row. A request alone shares them with itself over time, as plans by the
     long-run rate do. What a narrow draft did not propose is taken to be accepted as such proposals
     were before.
+
+    Chances are learnt slowly where few requests run. What steps committed beyond their anchors,
+    over what their chances promised, is known sooner, and scales the curve.
 
     Args:
         block_size: B.
@@ -44,6 +50,7 @@ class GainCurve:
         self._usual = np.full(block_size - 1, chance)
         self._window = window
         self._weight = _PRIOR_WEIGHT
+        self._promised = self._accepted = 0.0
         self._tokens = {
             width: self._curve(np.cumprod(self._usual)[None], width)
             for width in draft_widths or (block_size,)
@@ -64,6 +71,24 @@ class GainCurve:
         for width, known in self._tokens.items():
             self._tokens[width] = known + share * (self._curve(survival, width) - known)
 
+    @property
+    def kept(self) -> float:
+        """How much of what chances promised was accepted lately; 1 where they are right."""
+        kept = (self._accepted + _PRIOR_KEPT) / (self._promised + _PRIOR_KEPT)
+        return min(kept, _MOST_KEPT)
+
+    def settle(self, n: int, promised: float, accepted: int) -> None:
+        """Take in what became of the proposals that a step verified.
+
+        Args:
+            n: its requests.
+            promised: accepted proposals of all together, by their chances.
+            accepted: how many were.
+        """
+        keep = float(np.exp(-n / _KEPT_WINDOW))
+        self._promised = keep * self._promised + promised
+        self._accepted = keep * self._accepted + accepted
+
     def tokens(self, n: int, rows: NDArray[np.int64], draft_width: int | None = None) -> Array:
         """Return the expected committed tokens of n requests for each of [k] numbers of rows.
 
@@ -73,7 +98,9 @@ class GainCurve:
             draft_width: rows of each block that the draft runs over; None is the widest.
         """
         curve = self._tokens[draft_width or max(self._tokens)]
-        return n * np.interp(np.asarray(rows) / n, self._points, curve)
+        own = np.asarray(rows) / n
+        each = 1 + self.kept * (np.interp(own, self._points, curve) - 1)
+        return n * np.minimum(each, own)
 
     def _curve(self, survival: Array, width: int) -> Array:
         """Return the tokens per request of [n, B-1] survivals at `_points`, cut to a width."""

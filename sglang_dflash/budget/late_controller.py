@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from sglang_dflash.budget.controller import BudgetController, Look
 from sglang_dflash.budget.cost import CostModel
 from sglang_dflash.budget.pacing import Pacing
-from sglang_dflash.budget.planner import Limits, most_likely_widths
+from sglang_dflash.budget.planner import Limits, expected_tokens, most_likely_widths
 from sglang_dflash.verify.buckets import RowBuckets
 
 __all__ = ["LateController", "StepPlan"]
@@ -101,9 +101,13 @@ class LateController(BudgetController):
             num_accepted: [n], accepted proposals.
         """
         self._learn(chances)
+        limits, n = self._limits_of(chances), len(chances)
+        widths = most_likely_widths(chances, plan.num_rows, limits)
+        promised = expected_tokens(chances, widths) - n
+        self.gains.settle(n, promised, int(num_accepted.sum()))
         if plan.usual_rows is None:
             return
-        usual = most_likely_widths(chances, plan.usual_rows, self._limits_of(chances))
+        usual = most_likely_widths(chances, plan.usual_rows, limits)
         self._earn(Look(usual, plan.seconds_per_token, plan.extra_seconds), num_accepted)
 
     def _numbers_of_rows(self, n: int, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:

@@ -18,6 +18,8 @@ class Pacing:
         margin: how much faster drafting must be expected to be for it to go on; twice that for it
             to begin. Near break-even the times of steps leave out what drafting costs elsewhere:
             requests end apart, so that others' prefills come one by one.
+        narrow_margin: how much faster fewer rows must be expected to be than all: measured times
+            are uncertain, and the fastest of many looks faster than it is.
         min_steps: a way is kept at least this many steps.
         exploration: share of the time that looking again may cost, what looks save not counted,
             0..1.
@@ -28,6 +30,7 @@ class Pacing:
     """
 
     margin: float = 0.02
+    narrow_margin: float = 0.01
     min_steps: int = 4
     exploration: float = 0.01
     shortest_pause: int = 4

@@ -14,6 +14,7 @@ __all__ = [
     "Limits",
     "Plan",
     "StepSeconds",
+    "expected_tokens",
     "most_likely_widths",
     "plan_widths",
     "widen",
@@ -71,14 +72,13 @@ class Plan(NamedTuple):
         """M, verified rows in all."""
         return int(self.widths.sum())
 
-    @property
-    def tokens_per_second(self) -> float:
-        """The expected rate of the step."""
-        return self.expected_tokens / self.expected_seconds
-
 
 def plan_widths(
-    chances: Array, seconds: StepSeconds, limits: Limits, rate: float | None = None
+    chances: Array,
+    seconds: StepSeconds,
+    limits: Limits,
+    rate: float | None = None,
+    margin: float = 0.0,
 ) -> Plan:
     """Return the widths that commit the most expected tokens per second.
 
@@ -100,6 +100,7 @@ def plan_widths(
             `tokens - rate * seconds`: a step with poor proposals is kept short and one with good
             ones stretched, which is what maximises the *long-run* rate (renewal reward; Dinkelbach
             1967). Without it, the step's own rate, as if all steps were like it.
+        margin: all rows are verified unless fewer are ahead by more than this share, 0..1.
     """
     n = len(chances)
     order, tokens = _by_worth(chances, limits)
@@ -107,6 +108,9 @@ def plan_widths(
     times = seconds(rows)
     score = tokens / times if rate is None else tokens - rate * times
     best = int(score.argmax())
+    ahead = score[best] - score[-1]
+    if ahead < margin * (score[best] if rate is None else tokens[best]):
+        best = len(score) - 1
     return Plan(_widths(order[:best], n, limits), float(tokens[best]), float(times[best]))
 
 
@@ -120,6 +124,17 @@ def most_likely_widths(chances: Array, num_rows: int, limits: Limits) -> NDArray
     """
     order, _ = _by_worth(chances, limits)
     return _widths(order[: num_rows - len(chances) * limits.min_width], len(chances), limits)
+
+
+def expected_tokens(chances: Array, widths: NDArray[np.int64]) -> float:
+    """Return the tokens that a step of some widths commits, all requests together.
+
+    Args:
+        chances: [n, w-1], calibrated.
+        widths: [n] in 1..w.
+    """
+    verified = np.arange(2, chances.shape[1] + 2) <= widths[:, None]
+    return len(chances) + float((np.cumprod(chances, axis=1) * verified).sum())
 
 
 def _by_worth(chances: Array, limits: Limits) -> tuple[NDArray[np.int64], Array]:

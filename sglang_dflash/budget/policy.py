@@ -30,7 +30,7 @@ class StepFacts(NamedTuple):
     Attributes:
         num_requests: n.
         context_tokens: positions of all requests together, the block's own included; where the host
-            does not know lengths, those reserved.
+            does not wait for lengths, those reserved.
         iteration: the scheduler's count of forwards; a gap means that another one came between.
         after_idle: whether the scheduler waited before it.
     """

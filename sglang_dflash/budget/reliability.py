@@ -23,10 +23,6 @@ class Reliability(NamedTuple):
     chances: torch.Tensor
     accepted: torch.Tensor
 
-    def merged(self, other: Reliability) -> Reliability:
-        """Return the diagram of both sets of observations."""
-        return Reliability(*(mine + its for mine, its in zip(self, other, strict=True)))
-
     def expected_calibration_error(self) -> torch.Tensor:
         """Return the mean over observations of |mean chance - accepted share| of their bin.
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from itertools import combinations
 from typing import NamedTuple
 
@@ -17,28 +19,54 @@ Array = NDArray[np.float64]
 
 _YOUNG = 8.0  # samples; below, a step that is much faster is believed
 _BEYOND_CLIP = 0.9  # in log-seconds, where nothing as large was measured; twice the rows is 0.7
-_LEAST_SHARE = 0.1  # of the sample, at a node beside it
+_LEAST_SHARE = 0.1  # of the sample as it is believed, at a node beside it
+_LEAST_BARE = 0.01  # of a time, without its context: a slope may be believed too high
 _LEAST_CLIP = 0.1  # in log-seconds
 _CLIP_SPREADS = 3.0
 _SPREAD_GAIN = 0.1
 _REFRESH = 8  # samples between two smoothings
 _FILLED_WEIGHT = 1e-3  # of a node without samples, against one sample
+_CONTEXT_KEEP = 0.98
+_CONTEXT_RIDGE = 2.0 * 256**2  # tokens^2: less variation than this says nothing
 
 
 class _Place(NamedTuple):
-    """The nodes around a point, four at most, and how much of each (above 0)."""
+    """The nodes around a point, four at most, and how much of each (above 0).
 
-    rows: NDArray[np.int64]
-    columns: NDArray[np.int64]
-    shares: Array
+    Plain numbers: on so few, arrays take twice as long, in every step.
+    """
+
+    nodes: list[tuple[int, int]]
+    shares: list[float]
+
+    def mean(self, grid: Array) -> float:
+        """Return the interpolated value of a grid."""
+        return sum(s * grid.item(node) for node, s in zip(self.nodes, self.shares, strict=True))
+
+
+class _ContextSlope:
+    """Seconds per context token at or above 0: a ridge regression that forgets."""
+
+    def __init__(self) -> None:
+        self.seconds_per_token = 0.0
+        self._squares = 0.0
+        self._products = 0.0
+
+    def observe(self, deviation: float, seconds: float) -> None:
+        self._squares = _CONTEXT_KEEP * self._squares + deviation**2
+        self._products = _CONTEXT_KEEP * self._products + deviation * seconds
+        self.seconds_per_token = max(0.0, self._products / (self._squares + _CONTEXT_RIDGE))
 
 
 class TimeSurface:
-    """Step time on a grid, bilinear between nodes: exact where time is a + b n + c n w.
+    """Step time on a grid, bilinear between nodes: exact where time is a + b n + c n w + d tokens.
 
     A sample moves the nodes around it by its residual, so a step that lies between nodes does not
     bias them. A residual is clipped at three times the usual spread: a delayed step (another
     process, a page fault) moves little, while a lasting change widens the spread and gets through.
+
+    A node's time is at the mean context of its samples, and moves along with it. Nodes are smoothed
+    and filled without their contexts' share, for each was last seen at another load.
 
     Args:
         requests: [R] ascending nodes of n.
@@ -50,9 +78,10 @@ class TimeSurface:
         self.requests, self.widths, self._window = requests, widths, window
         shape = (len(requests), len(widths))
         self.values, self.evidence = np.zeros(shape), np.zeros(shape)
-        self.context = np.zeros(shape)  # mean context tokens of a node's samples
+        self.context = np.zeros(shape)  # tokens of all requests together, that the values are at
+        self._slope = _ContextSlope()
         self._spread = 0.0
-        self._smooth = self.values
+        self._smooth, self._smooth_slope = self.values, 0.0
         self._stale = 0
 
     @property
@@ -60,49 +89,54 @@ class TimeSurface:
         """Whether anything was ever measured."""
         return bool(self.evidence.any())
 
-    def observe(self, n: int, width: float, seconds: float, context_tokens: float) -> float:
-        """Take in one sample; return its clipped residual in seconds."""
+    def observe(self, n: int, width: float, seconds: float, context_tokens: float) -> None:
+        """Take in one sample; its context tokens are those of all requests together."""
         place = self._place(n, width)
-        nodes = (place.rows, place.columns)
-        fresh = self.evidence[nodes] == 0
-        if fresh.any():  # start where the smoothed surface stands
-            new = place.rows[fresh], place.columns[fresh]
-            self.values[new] = self._surface()[new] if self.has_samples else seconds
-            self.context[new] = context_tokens
-        expected = float(place.shares @ self.values[nodes])
-        evidence = float(place.shares @ self.evidence[nodes])
-        beyond = not self.evidence[place.rows.max() :, place.columns.max() :].any()
+        fresh = [node for node in place.nodes if not self.evidence.item(node)]
+        if fresh:  # start where the smoothed surface stands
+            stand = self._at(context_tokens) if self.has_samples else None
+            for node in fresh:
+                self.values[node] = seconds if stand is None else stand[node]
+                self.context[node] = context_tokens
+        deviation = context_tokens - place.mean(self.context)
+        usual = place.mean(self.values)
+        shift = max(self._slope.seconds_per_token * deviation, (_LEAST_BARE - 1) * usual)
+        expected = usual + shift
+        evidence = place.mean(self.evidence)
+        row, column = place.nodes[-1]
+        beyond = not self.evidence[row:, column:].any()
         residual, gain = self._believed(seconds, expected, evidence, beyond=beyond)
-        move = gain * place.shares / (place.shares @ place.shares)
-        moved = self.values[nodes] + move * residual
-        self.values[nodes] = np.maximum(moved, _LEAST_SHARE * seconds)
-        self.context[nodes] += move * (context_tokens - place.shares @ self.context[nodes])
-        self.evidence[nodes] = np.minimum(self.evidence[nodes] + place.shares, self._window)
-        self._stale = _REFRESH if fresh.any() or evidence < _YOUNG else self._stale + 1
-        return residual
+        least, squares = _LEAST_SHARE * (expected + residual), sum(s * s for s in place.shares)
+        for node, share in zip(place.nodes, place.shares, strict=True):
+            move = gain * share / squares
+            self.values[node] = max(self.values.item(node) + move * (residual + shift), least)
+            self.context[node] += move * deviation
+            self.evidence[node] = min(self.evidence.item(node) + share, self._window)
+        self._slope.observe(deviation, shift + residual)
+        self._stale = _REFRESH if fresh or evidence < _YOUNG else self._stale + 1
 
-    def seconds(self, n: int, widths: Array) -> Array:
-        """Return the smoothed time for n requests at each of [k] widths."""
-        return np.interp(widths, self.widths, self._along_requests(self._surface(), n))
+    def seconds(self, n: int, widths: Array, context_tokens: float | None = None) -> Array:
+        """Return the smoothed time for n requests at each of [k] widths.
 
-    def context_at(self, n: int, widths: Array) -> Array:
-        """Return the context tokens that the times of `seconds` stand for, [k]."""
-        known = self.evidence > 0
-        mean = self.context[known].mean() if known.any() else 0.0
-        filled = np.where(known, self.context, mean)
-        return np.interp(widths, self.widths, self._along_requests(filled, n))
+        Args:
+            n: requests.
+            widths: [k].
+            context_tokens: of all requests together; None is what was usual for so many.
+        """
+        if context_tokens is None:
+            context_tokens = min(n, self.requests[-1]) * self._usual_context()
+        return np.interp(widths, self.widths, self._along_requests(self._at(context_tokens), n))
 
     def samples_at(self, n: int, width: float) -> float:
         """Return how many samples back an estimate, forgotten ones not counted."""
-        place = self._place(n, width)
-        return float(place.shares @ self.evidence[place.rows, place.columns])
+        return self._place(n, width).mean(self.evidence)
 
     def _believed(
         self, seconds: float, expected: float, evidence: float, *, beyond: bool
     ) -> tuple[float, float]:
         """Return the clipped residual and the gain of a sample; learn how large residuals are."""
         gain = 1 / min(evidence + 1, self._window)
-        log_ratio = float(np.log(seconds / expected))
+        log_ratio = math.log(seconds / expected)
         limit = max(_LEAST_CLIP, _CLIP_SPREADS * self._spread)
         if beyond:
             limit = max(limit, _BEYOND_CLIP)
@@ -111,51 +145,63 @@ class TimeSurface:
         if log_ratio < -limit and evidence < _YOUNG:
             # Delays happen, haste does not: what came before was a delay.
             return seconds - expected, max(gain, 0.5)
-        return expected * float(np.expm1(min(max(log_ratio, -limit), limit))), gain
+        return expected * math.expm1(min(max(log_ratio, -limit), limit)), gain
 
     def _place(self, n: int, width: float) -> _Place:
         row, down = _between(self.requests, n)
         column, right = _between(self.widths, width)
-        rows = np.array([row, row, row + 1, row + 1])
-        columns = np.array([column, column + 1, column, column + 1])
-        shares = np.array(
-            [(1 - down) * (1 - right), (1 - down) * right, down * (1 - right), down * right]
-        )
-        real = shares > 0  # a grid of one node along an axis has no neighbour there
-        return _Place(rows[real], columns[real], shares[real])
+        corners = [
+            ((row, column), (1 - down) * (1 - right)),
+            ((row, column + 1), (1 - down) * right),
+            ((row + 1, column), down * (1 - right)),
+            ((row + 1, column + 1), down * right),
+        ]
+        # A grid of one node along an axis has no neighbour there.
+        nodes, shares = zip(*(corner for corner in corners if corner[1] > 0), strict=True)
+        return _Place(list(nodes), list(shares))
 
     def _along_requests(self, nodes: Array, n: int) -> Array:
         row, down = _between(self.requests, n)
         below = nodes[min(row + 1, len(nodes) - 1)]
         return (1 - down) * nodes[row] + down * below
 
-    def _surface(self) -> Array:
-        """Return the [R, W] surface, filled and monotone; renewed every few samples."""
+    def _usual_context(self) -> float:
+        """Return the mean context tokens of a request."""
+        known = self.evidence > 0
+        return float((self.context / self.requests[:, None])[known].mean())
+
+    def _at(self, context_tokens: float) -> Array:
+        """Return the [R, W] surface at a context, filled and monotone; renewed every few samples.
+
+        What was taken from the nodes is given back at the same slope, however it moves between.
+        """
         if self._stale >= _REFRESH:
+            self._smooth_slope = self._slope.seconds_per_token
             known = self.evidence > 0
             weights = np.where(known, self.evidence, _FILLED_WEIGHT)
-            filled = np.where(known, self.values, self._filled(known))
-            self._smooth = isotonic_surface(filled, weights)
+            bare = self.values - self._smooth_slope * self.context
+            bare = np.maximum(bare, _LEAST_BARE * self.values)
+            self._smooth = isotonic_surface(self._filled(bare, known), weights)
             self._stale = 0
-        return self._smooth
+        return self._smooth + self._smooth_slope * context_tokens
 
-    def _filled(self, known: NDArray[np.bool_]) -> Array:
-        """Return a value for every node from those that have samples.
+    def _filled(self, values: Array, known: NDArray[np.bool_]) -> Array:
+        """Return [R, W] values with those of the known nodes for every other one, too.
 
         The least squares (in relative error) of a + b n + c n w with a, b, c >= 0, times the ratio
         of measured to fitted at the nearest node.
         """
         if known.all():
-            return self.values
+            return values
         n, width = np.meshgrid(self.requests, self.widths, indexing="ij")
         features = np.stack([np.ones_like(n), n, n * width], axis=-1)  # [R, W, 3]
-        fitted = features @ _non_negative_fit(features[known], self.values[known])
+        fitted = features @ _non_negative_fit(features[known], values[known])
         rows, columns = np.nonzero(known)
         r, c = np.indices(known.shape)
         distance = np.abs(r[..., None] - rows) + np.abs(c[..., None] - columns)  # [R, W, known]
         nearest = distance.argmin(axis=-1)
-        ratio = self.values[known] / fitted[known]
-        return fitted * ratio[nearest]
+        ratio = values[known] / fitted[known]
+        return np.where(known, values, fitted * ratio[nearest])
 
 
 def half_octaves(last: int) -> Array:
@@ -169,9 +215,9 @@ def _between(nodes: Array, value: float) -> tuple[int, float]:
     """Return the node at or below a value, and how far it is towards the next (0..1)."""
     if len(nodes) == 1:
         return 0, 0.0
-    index = int(np.clip(np.searchsorted(nodes, value, side="right") - 1, 0, len(nodes) - 2))
-    share = (value - nodes[index]) / (nodes[index + 1] - nodes[index])
-    return index, float(np.clip(share, 0.0, 1.0))
+    index = min(max(bisect_right(nodes, value) - 1, 0), len(nodes) - 2)
+    below, above = nodes.item(index), nodes.item(index + 1)
+    return index, min(max((value - below) / (above - below), 0.0), 1.0)
 
 
 def _non_negative_fit(features: Array, values: Array) -> Array:

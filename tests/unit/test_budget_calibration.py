@@ -49,9 +49,7 @@ def train(
 
 
 def error_of(diagrams: list[Reliability]) -> float:
-    total = diagrams[0]
-    for diagram in diagrams[1:]:
-        total = total.merged(diagram)
+    total = Reliability(*map(sum, zip(*diagrams, strict=True)))
     return float(total.expected_calibration_error())
 
 

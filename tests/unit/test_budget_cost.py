@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 
 import numpy as np
@@ -65,6 +64,16 @@ def test_more_requests_than_swept_are_extrapolated_upwards() -> None:
     assert times[0] < times[1] < times[2]
 
 
+def test_more_requests_than_swept_have_their_usual_contexts() -> None:
+    cost = CostModel(8, BLOCK)
+    for n in (1, 2, 4, 8) * 3:
+        for context in (100 * n, 300 * n):
+            cost.observe("target", n, n, context, 1e-3 + 1e-4 * n + 1e-6 * context)
+    for n in (8, 16, 32):
+        usual = cost.seconds("target", n, n)
+        assert usual == pytest.approx(cost.seconds("target", n, n, 200 * n), rel=0.02)
+
+
 def test_samples_in_flight_replace_the_sweep() -> None:
     rng = np.random.default_rng(0)
     cost = swept(cpu_law)
@@ -87,6 +96,18 @@ def test_delayed_steps_hardly_move_it() -> None:
         cost.observe("target", 16, 64, 0.0, float(seconds))
     # Their plain mean would be 1.5 times as long.
     assert cost.seconds("target", 16, 64) == pytest.approx(cpu_law("target", 16, 64), rel=0.04)
+
+
+@pytest.mark.parametrize(("n", "width"), [(16, 4), (20, 5)])
+def test_a_pause_of_the_whole_machine_moves_no_price(n: int, width: int) -> None:
+    """Seen at a node of the surface, and in the middle of four."""
+    cost, rows = swept(cpu_law), n * width
+    for _ in range(100):
+        cost.observe("target", n, rows, 0.0, cpu_law("target", n, rows))
+    cost.observe("target", n, rows, 0.0, 1000 * cpu_law("target", n, rows))
+    for each in (n, rows, n * BLOCK):
+        expected = cpu_law("target", n, each)
+        assert cost.seconds("target", n, each) == pytest.approx(expected, rel=0.15)
 
 
 def test_a_lasting_change_gets_through() -> None:
@@ -134,6 +155,31 @@ def test_longer_contexts_cost_more_where_they_do() -> None:
         assert cost.seconds("target", 8, 8, tokens) == pytest.approx(expected, rel=0.1)
 
 
+def context_law(part: str, n: int, rows: float, context_tokens: float) -> float:
+    """A CPU on which a token of context costs a hundredth of a row."""
+    return cpu_law(part, n, rows) + 6e-6 * context_tokens
+
+
+@pytest.mark.parametrize("prompts", [(1200,), (1200, 100), (1200, 100, 1200)])
+def test_prices_follow_prompts_that_grow_and_shrink(prompts: tuple[int, ...]) -> None:
+    """Those of steps that were not taken, too: other widths, and other numbers of requests."""
+    rng = np.random.default_rng(3)
+    cost = CostModel(MAX_REQUESTS, BLOCK)
+    for point in sweep_points(MAX_REQUESTS, BLOCK):
+        tokens = 64.0 * point.num_requests
+        cost.observe(*point, tokens, context_law(*point, tokens))
+    for prompt in prompts:
+        for step in range(160):
+            rows, tokens = 8 if step % 16 == 15 else 24, 8 * (prompt + 64 * rng.random())
+            noise = float(np.exp(rng.normal(0, 0.02)))
+            cost.observe("target", 8, rows, tokens, noise * context_law("target", 8, rows, tokens))
+    for n in (4, 6, 8, 16):
+        rows, tokens = n * np.arange(1, BLOCK + 1), n * (prompts[-1] + 32.0)
+        found = cost.curve("target", n, rows, tokens)
+        expected = [context_law("target", n, count, tokens) for count in rows]
+        np.testing.assert_allclose(found, expected, rtol=0.12)
+
+
 def test_says_how_many_samples_back_an_estimate() -> None:
     cost = CostModel(MAX_REQUESTS, BLOCK)
     assert cost.samples("target", 8, 16) == 0
@@ -151,15 +197,6 @@ def test_impossible_times_are_ignored() -> None:
     assert not cost.knows("target")
     with pytest.raises(ValueError, match="no target pass was measured"):
         cost.seconds("target", 1, 1)
-
-
-def test_can_be_written_as_json() -> None:
-    written = json.loads(json.dumps(swept(cpu_law).to_dict()))
-    target, draft = written["target"], written["draft"]
-    assert target["seconds"][0][0] == pytest.approx(cpu_law("target", 1, 1), rel=0.02)
-    assert draft["seconds"][0][0] == pytest.approx(cpu_law("draft", 1, 2), rel=0.02)
-    assert len(draft["seconds"]) == len(draft["requests"]) == len(draft["samples"])
-    assert CostModel(1, 2).to_dict()["target"]["seconds"] == []
 
 
 @pytest.mark.parametrize(("max_requests", "block_size"), [(1, 2), (5, 3), (32, 8), (48, 16)])

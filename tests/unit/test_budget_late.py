@@ -134,6 +134,17 @@ def test_a_good_draft_is_used_and_a_bad_one_left_however_late_the_host_hears(lag
     assert not clock.asked_too_early
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_draft_that_becomes_bad_is_soon_left(n: int) -> None:
+    """Its confidence is what it was, and few requests teach the calibrator slowly."""
+    policy, clock = late(row_seconds=0.002)
+    good = run(policy, clock, 300, acceptance=0.9, row_seconds=0.002, n=n)
+    assert sum(len(rows) > n for rows in good[-50:]) > 40
+    run(policy, clock, 150, acceptance=0.02, row_seconds=0.002, n=n)
+    bad = run(policy, clock, 50, acceptance=0.02, row_seconds=0.002, n=n)
+    assert sum(len(rows) > n for rows in bad) < 10
+
+
 def test_every_step_is_heard_of_once_and_in_order() -> None:
     counted: list[Any] = []
     policy, clock = late(row_seconds=0.001, counted=counted)

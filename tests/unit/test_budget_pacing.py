@@ -144,16 +144,27 @@ def test_a_draft_that_becomes_good_is_found_again() -> None:
     assert np.mean([kind == "draft" for kind, _ in taken[first:]]) > 0.9
 
 
-def test_while_drafting_it_sometimes_times_plain_decoding() -> None:
-    budget = controller()
+def lost_to_plain_steps(budget: BudgetController) -> float:
+    """Return the share of the time that drafting would not have needed for what they decoded."""
     run(budget, 4, 0.65, 500)
     taken = run(budget, 4, 0.65, 1000)
     usual = int(np.median([rows for _, rows in taken]))
-    draft = budget.cost.seconds("draft", 4, 4 * BLOCK)
-    rate = 4 * (0.65 ** np.arange(usual // 4)).sum() / (draft + 14e-3 + (usual - 4) * 1e-3)
-    lost = 14e-3 - 4 / rate  # seconds of a plain step that drafting would not have needed
-    plain = sum(kind == "plain" for kind, _ in taken)
-    assert 0 < plain * lost <= 0.0105 * 4 / rate * len(taken) * usual
+    drafted = budget.cost.seconds("draft", 4, 4 * BLOCK) + 14e-3 + (usual - 4) * 1e-3
+    rate = 4 * (0.65 ** np.arange(usual // 4)).sum() / drafted
+    num_plain = sum(kind == "plain" for kind, _ in taken)
+    return num_plain * (14e-3 - 4 / rate) / (len(taken) * drafted)
+
+
+def test_while_drafting_it_sometimes_times_plain_decoding() -> None:
+    assert 0 < lost_to_plain_steps(controller()) <= 0.0105
+
+
+def test_with_a_larger_purse_that_would_cost_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mutant: five times the share, and no pause."""
+    monkeypatch.setattr("sglang_dflash.budget.controller._PLAIN_PAUSE", 4)
+    budget = controller()
+    budget._plain_purse = LookPurse(Pacing(exploration=0.05))
+    assert lost_to_plain_steps(budget) > 0.0105
 
 
 def test_the_further_plain_decoding_is_behind_the_less_is_spent_on_timing_it() -> None:

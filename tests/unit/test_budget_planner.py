@@ -54,7 +54,8 @@ def test_equals_brute_force(seed: int, n: int, block_size: int, least: int) -> N
     plan = plan_widths(chances, seconds, Limits(block_size, min_width=least))
     every = product(range(least, block_size + 1), repeat=n)
     best = max(rate_of(chances, np.array(widths), seconds) for widths in every)
-    assert plan.tokens_per_second == pytest.approx(best)
+    rate = plan.expected_tokens / plan.expected_seconds
+    assert rate == pytest.approx(best)
     assert rate_of(chances, plan.widths, seconds) == pytest.approx(best)
 
 
@@ -71,13 +72,28 @@ def test_at_a_long_run_rate_it_equals_brute_force(seed: int, n: int, rate: float
 
 
 @many
+@given(seed=seeds, n=st.integers(1, 3), margin=st.floats(0, 0.5), rate=st.floats(0.1, 20))
+def test_all_rows_are_verified_unless_fewer_are_ahead(
+    seed: int, n: int, margin: float, rate: float
+) -> None:
+    chances, seconds = case(seed, n, 4)
+    best = plan_widths(chances, seconds, Limits(4), rate)
+    whole = plan_widths(chances, seconds, Limits(4, min_width=4), rate)
+    values = [plan.expected_tokens - rate * plan.expected_seconds for plan in (best, whole)]
+    near = values[0] - values[1] < margin * best.expected_tokens
+    plan = plan_widths(chances, seconds, Limits(4), rate, margin)
+    assert plan.widths.tolist() == (whole if near else best).widths.tolist()
+
+
+@many
 @given(seed=seeds, n=st.integers(1, 40), block_size=st.integers(2, 16))
 def test_is_never_worse_than_one_width_for_all(seed: int, n: int, block_size: int) -> None:
     chances, seconds = case(seed, n, block_size)
     plan = plan_widths(chances, seconds, Limits(block_size))
+    rate = plan.expected_tokens / plan.expected_seconds
     for width in range(1, block_size + 1):
         uniform = np.full(n, width)
-        assert plan.tokens_per_second >= rate_of(chances, uniform, seconds) * (1 - 1e-12)
+        assert rate >= rate_of(chances, uniform, seconds) * (1 - 1e-12)
     assert plan.expected_tokens == pytest.approx(tokens_of(chances, plan.widths))
     assert plan.expected_seconds == seconds(np.array([plan.num_rows]))[0]
 
