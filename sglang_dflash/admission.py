@@ -5,7 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["refusal"]
+__all__ = ["NO_DRAFT_UPDATE", "refusal"]
+
+NO_DRAFT_UPDATE = (
+    "selector 'draft': DFLASH's draft keeps the weights it was started with. Use 'target' or "
+    "'all', or start again with another --speculative-draft-model-path."
+)
 
 
 def refusal(request: Any, *, deterministic: bool) -> str | None:

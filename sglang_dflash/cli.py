@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 from sglang_dflash import __version__
 from sglang_dflash.training.command import add_train_parser
+
+if TYPE_CHECKING:
+    from sglang_dflash.stats import Reading
 
 __all__ = ["main"]
 
 FAILED, BAD_USAGE, INTERRUPTED = 1, 2, 130
 
 _DEMO_BLOCK = 4
+_DAY = 86_400  # seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_stats(commands)
     add_train_parser(commands)
+    _add_convert(commands)
     return parser
 
 
@@ -92,6 +99,24 @@ def _add_doctor(commands: argparse._SubParsersAction) -> None:
     doctor.set_defaults(run=_doctor)
 
 
+def _add_convert(commands: argparse._SubParsersAction) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="rewrite a draft in the speculators format so that it is served",
+        description=(
+            "Reads a DFlash draft as vLLM's library speculators saves it, compares its embedding "
+            "and output head with TARGET's, and writes it to OUT as this plugin and SGLang read "
+            "drafts. Exit code 1, and nothing written, where it would be another draft there."
+        ),
+    )
+    add = convert.add_argument
+    add("draft", metavar="DRAFT", help="the draft: a folder or a hub name")
+    add("target", metavar="TARGET", help="the target it will serve: a folder or a hub name")
+    add("out", metavar="OUT", type=Path, help="folder to write, new or empty")
+    add("--json", action="store_true", help="print one JSON object")
+    convert.set_defaults(run=_convert)
+
+
 def _text(value: str) -> str:
     if not value.strip():
         raise argparse.ArgumentTypeError("is empty")
@@ -104,6 +129,18 @@ def _length(value: str) -> int:
 
 def _block(value: str) -> int:
     return _integer(value, 2, 64)
+
+
+def _interval(value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= _DAY:  # not true of nan either
+        raise argparse.ArgumentTypeError(
+            f"{value!r} is not a number of seconds above 0, up to a day ({_DAY})"
+        )
+    return seconds
 
 
 def _integer(value: str, least: int, most: int) -> int:
@@ -196,29 +233,76 @@ def _add_stats(commands: argparse._SubParsersAction) -> None:
     stats.add_argument("url", metavar="URL", help="of the server, as in http://127.0.0.1:30000")
     stats.add_argument("--json", action="store_true", help="print one JSON object")
     stats.add_argument(
-        "--watch", type=float, metavar="SECONDS", help="show each interval's figures until Ctrl-C"
+        "--watch",
+        type=_interval,
+        metavar="SECONDS",
+        help="then show each interval's figures until Ctrl-C, through restarts of the server",
     )
     stats.set_defaults(run=_stats)
 
 
 def _stats(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from sglang_dflash.stats import Stats, read, table
+    from sglang_dflash.stats import read
 
-    if arguments.watch is not None and arguments.watch <= 0:
-        parser.error(f"argument --watch: {arguments.watch} is not a number of seconds above 0")
-    before = None
+    if arguments.watch is not None:
+        return _watch(arguments)
     try:
-        while True:
-            now = read(arguments.url)
-            stats = Stats.between(now, before)
-            print(json.dumps(stats._asdict()) if arguments.json else table(stats), flush=True)
-            if arguments.watch is None:
-                return 0
-            before = now
-            time.sleep(arguments.watch)
+        _show_stats(read(arguments.url), None, as_json=arguments.json)
     except ValueError as error:
         print(error, file=sys.stderr)
         return FAILED
+    return 0
+
+
+def _watch(arguments: argparse.Namespace) -> NoReturn:
+    """Show the figures of each interval; a reading that fails is told, and the next one tried."""
+    from sglang_dflash.stats import has_restarted, read
+
+    before = None
+    while True:
+        try:
+            now = read(arguments.url)
+        except ValueError as error:
+            print(error, file=sys.stderr, flush=True)
+        else:
+            if before is not None and has_restarted(now, before):
+                print("the server was started anew: its counters have fallen", file=sys.stderr)
+                before = None
+            _show_stats(now, before, as_json=arguments.json)
+            before = now
+        time.sleep(arguments.watch)
+
+
+def _show_stats(now: Reading, before: Reading | None, *, as_json: bool) -> None:
+    from sglang_dflash.stats import Stats, table
+
+    stats = Stats.between(now, before)
+    since = "the server's start" if before is None else "the last reading"
+    if as_json:
+        print(json.dumps({"since": since, **stats._asdict()}), flush=True)
+    else:
+        print(f"since {since}:\n{table(stats)}", flush=True)
+
+
+def _convert(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from sglang_dflash.draft.convert import convert_draft
+    from sglang_dflash.errors import UnsupportedCheckpoint
+
+    try:
+        done = convert_draft(arguments.draft, arguments.target, arguments.out)
+    except UnsupportedCheckpoint as error:
+        print(f"sglang-dflash convert: {error}", file=sys.stderr)
+        return FAILED
+    if done.verifier and Path(done.verifier).name.lower() != Path(arguments.target).name.lower():
+        # Sizes and copies fit; a draft without copies may be another target's all the same.
+        print(f"the draft was trained for {done.verifier}", file=sys.stderr)
+    told = {"out": str(arguments.out), **done.as_json()}
+    if arguments.json:
+        print(json.dumps(told, indent=2))
+        return 0
+    for name, value in told.items():
+        print(f"{name:18} {'unstated' if value is None else value}")
+    return 0
 
 
 def _doctor(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -230,7 +314,9 @@ def _doctor(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> i
         return FAILED if found.problems else 0
     for name, version in found.versions.items():
         print(f"{name:18} {version}")
-    print(f"{'platform':18} {found.platform} ({found.device})")
+    print(f"{'CPU':18} {found.cpu}")
+    print(f"{'accelerator':18} {found.accelerator or 'unknown'}")
+    print(f"{'platform':18} {f'{found.platform} ({found.device})' if found.platform else 'none'}")
     print(f"{'DFLASH worker':18} {found.worker}")
     for group, ok in found.entry_points.items():
         print(f"{'entry point':18} {group}: {'found' if ok else 'MISSING'}")

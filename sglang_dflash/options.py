@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -57,11 +57,12 @@ _NUMBERS = {
     "max_width": _WIDTH,
     "exploration": _Number(float, 1e-6, 1, "a share of the time: give a number from 1e-6 to 1"),
     "margin": _Number(float, 0, 10, "a margin: give a number from 0 to 10, 0.02 for 2 %"),
+    "narrow_margin": _Number(float, 0, 1, "a margin: give a number from 0 to 1, 0.01 for 1 %"),
     "min_steps": _Number(int, 0, None, "a number of steps: give a whole number from 0"),
     "shortest_pause": _Number(int, 1, None, "a number of steps: give a whole number from 1"),
     "longest_pause": _Number(int, 1, None, "a number of steps: give a whole number from 1"),
 }
-_PACING = ("exploration", "margin", "min_steps", "shortest_pause", "longest_pause")
+_PACING = tuple(field.name for field in fields(Pacing))
 _KEYS = ("budget", *_NUMBERS)
 
 

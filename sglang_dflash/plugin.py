@@ -14,6 +14,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from sglang_dflash.seams import TESTED_SGLANG
+
 __all__ = ["cpu_platform", "register", "worker_class"]
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,10 @@ _META_INFO = (
 _RAGGED = "sglang.srt.speculative.spec_info.SpeculativeAlgorithm.supports_ragged_verify"
 _MODE = "SGLANG_RAGGED_VERIFY_MODE"
 _ROW_WIDTH = "sglang.srt.mem_cache.allocation_sizing.get_req_to_token_extra_context_len"
+_BEGIN_UPDATE = (
+    "sglang.srt.managers.scheduler_components.weight_updater"
+    ".SchedulerWeightUpdaterManager.begin_weight_update"
+)
 _FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 _REFUSE = "sglang.srt.managers.schedule_batch.Req.set_finish_with_abort"
 _NEXT_TURN = "sglang.srt.session.session_controller.Session.create_req"
@@ -67,9 +73,8 @@ def register() -> None:
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         # SGLang would go on without us, and serve DFLASH with a worker nobody asked for.
         raise SystemExit(
-            f"sglang-dflash cannot attach itself to this SGLang ({error}). Install the SGLang it "
-            "was made for (pip install sglang-dflash), or keep it from loading: pip uninstall "
-            "sglang-dflash."
+            f"sglang-dflash cannot attach itself to this SGLang ({error}). Install the one it was "
+            f"made for (pip install sglang=={TESTED_SGLANG}), or pip uninstall sglang-dflash."
         ) from error
 
 
@@ -108,6 +113,7 @@ def _around() -> list[tuple[str, Callable[..., Any]]]:
         (_META_INFO, _tell_acceptance),
         (_SEEDED_DRAW, _draw_by_request),
         (_PENALTIES, _penalise_in_order),
+        (_BEGIN_UPDATE, _begin_update),
         (_FINISH, _end_token_by_token),
         (_REFUSE, _disarm),
         (_NEXT_TURN, _begin_turn),
@@ -152,26 +158,15 @@ def _resolve_arguments(server_args: Any, previous: Callable[[Any], None]) -> Non
         )
     target, options = _target(server_args), _options(settings)
     if _choose_upstream(server_args, options, target) is None:
+        from sglang_dflash.defaults import declare_defaults, warn_of_other_kernels
         from sglang_dflash.routing import check_start
 
         _refuse_simulation()
         check_start(settings, options, target)
-        _take_over_adaptive(server_args, settings)
+        declare_defaults(server_args, settings)
         _ask_for_ragged_graphs(options, target)
-        _warn_of_other_kernels(settings)
+        warn_of_other_kernels(settings)
     previous(server_args)
-
-
-def _warn_of_other_kernels(settings: Any) -> None:
-    """Say of a GPU what has been seen on CPUs only."""
-    from sglang.srt.platforms import current_platform
-
-    if settings.enable_deterministic_inference and not current_platform.is_out_of_tree():
-        logger.warning(
-            "--enable-deterministic-inference: a verified block goes through another attention "
-            "kernel than plain decoding's row. That DFLASH's texts equal plain decoding's token "
-            "for token has been tested on CPUs; on this device compare before you rely on it."
-        )
 
 
 def _refuse_simulation() -> None:
@@ -183,17 +178,6 @@ def _refuse_simulation() -> None:
         raise ValueError(
             f"SGLANG_SIMULATE_ACC_LEN={length}: sglang-dflash commits what verification accepts, "
             "and simulates nothing. Unset it, or set SGLANG_DFLASH_WORKER=upstream."
-        )
-
-
-def _take_over_adaptive(server_args: Any, settings: Any) -> None:
-    """Keep SGLang from saying that DFLASH adapts to nothing: our budget may, without the flag."""
-    from sglang.srt.arg_groups.overrides import declare_resolution
-
-    if settings.speculative_adaptive:
-        declare_resolution(server_args, "sglang_dflash", speculative_adaptive=False)
-        logger.info(
-            "--speculative-adaptive adds nothing: SGLANG_DFLASH_BUDGET decides (auto: on a CPU)"
         )
 
 
@@ -332,6 +316,17 @@ def _admit(original: Callable[..., str | None], req: Any, enable_overlap: bool) 
         deterministic = get_exec().deterministic.enable_deterministic_inference
         return refusal(req, deterministic=deterministic)
     return original(req, enable_overlap)
+
+
+def _begin_update(original: Callable[..., Any], manager: Any, request: Any) -> Any:
+    """Refuse an update of the draft alone, which would reach nobody."""
+    if _serves_here() and request.selector == "draft":
+        from sglang.srt.managers.io_struct import BeginWeightUpdateReqOutput
+
+        from sglang_dflash.admission import NO_DRAFT_UPDATE
+
+        return BeginWeightUpdateReqOutput(success=False, message=NO_DRAFT_UPDATE)
+    return original(manager, request)
 
 
 def _disarm(original: Callable[..., None], req: Any, *args: Any, **options: Any) -> None:
@@ -489,7 +484,6 @@ def _gpu_generation() -> int:
 
 def _refuse_moved(problems: list[str]) -> None:
     from sglang_dflash.errors import SeamMoved
-    from sglang_dflash.seams import TESTED_SGLANG
 
     if problems:
         raise SeamMoved(

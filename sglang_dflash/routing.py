@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from sglang_dflash.draft.checkpoint import check_checkpoint, draft_folder
 from sglang_dflash.draft.checks import check_block_size, check_target
-from sglang_dflash.draft.config import read_config, unsupported_reason
+from sglang_dflash.draft.config import read_config
+from sglang_dflash.draft.schema import Reason, has_selector, reasons_against
 from sglang_dflash.draft.token_map import read_token_map, token_map_of
-from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.draft.upstream import lost_there, misread
+from sglang_dflash.draft.weights import read_weight_shapes
+from sglang_dflash.errors import DRAFT_OPTION, UnsupportedCheckpoint
 from sglang_dflash.options import CONFIG_FLAG, Options
 
 __all__ = ["BUDGET", "Target", "check_back_end", "check_start", "upstream_reason"]
@@ -19,7 +23,6 @@ _BLACKWELL = 10
 BUDGET = f"the budget (SGLANG_DFLASH_BUDGET or the file of {CONFIG_FLAG})"
 _GRAMMAR_BACKENDS = ("xgrammar", "llguidance", "none")
 _SAMPLING_BACKENDS = ("pytorch", "flashinfer", "intel_xpu")
-_DRAFT_PATH = "--speculative-draft-model-path"
 
 
 class Target(NamedTuple):
@@ -53,17 +56,39 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
         target: what is served.
 
     Raises:
-        UnsupportedCheckpoint: ours is asked for by name and cannot.
+        UnsupportedCheckpoint: ours is asked for by name and cannot, or neither worker runs the
+            draft as it was trained.
     """
     if options.worker == "upstream":
         return "SGLANG_DFLASH_WORKER=upstream"
-    reason = _unserved(settings, target)
+    config, folder = _draft(settings)
+    unread = _unread(settings, config, folder)  # first: it refuses what no worker should serve
+    unserved = _unserved(settings, target)
+    lost = [] if unserved is None or unread is not None else _lost(settings, config)
+    if lost:
+        raise UnsupportedCheckpoint(
+            f"{DRAFT_OPTION} {settings.speculative_draft_model_path}: {unserved}, and SGLang's own "
+            f"DFLASH worker, which does, ignores the draft's {', '.join(lost)}. Serve without the "
+            "former, or set SGLANG_DFLASH_WORKER=upstream to have that worker try on CUDA."
+        )
+    reason = unserved or unread
     if reason is not None and options.worker == "plugin":
         raise UnsupportedCheckpoint(
             f"SGLANG_DFLASH_WORKER=plugin: {reason}. Change that, or set it to 'auto' or "
             "'upstream': SGLang's own worker may serve this on CUDA."
         )
     return reason
+
+
+def _lost(settings: Any, config: dict[str, Any]) -> list[str]:
+    if not has_selector(config):
+        return lost_there(config)
+    folder = draft_folder(
+        settings.speculative_draft_model_path,
+        settings.speculative_draft_model_revision,
+        weights=True,
+    )
+    return lost_there(config, read_weight_shapes(folder))
 
 
 def _unserved(settings: Any, target: Target) -> str | None:
@@ -84,12 +109,37 @@ def _unserved(settings: Any, target: Target) -> str | None:
         "a target with recurrent state": target.has_recurrent_state,
     }
     names = [name for name, wanted in asked.items() if wanted]
-    if names:
-        return f"sglang-dflash does not serve {', '.join(names)}"
+    return f"sglang-dflash does not serve {', '.join(names)}" if names else None
+
+
+def _draft(settings: Any) -> tuple[dict[str, Any], Path]:
     folder = draft_folder(
         settings.speculative_draft_model_path, settings.speculative_draft_model_revision
     )
-    return unsupported_reason(read_config(folder), folder)
+    return read_config(folder), folder
+
+
+def _unread(settings: Any, config: dict[str, Any], folder: Path) -> str | None:
+    """Return why the draft is none of ours though SGLang's worker has its model, or None.
+
+    Raises:
+        UnsupportedCheckpoint: that worker would serve without a part of the draft.
+    """
+    path = settings.speculative_draft_model_path
+    reasons = reasons_against(config, folder)
+    lost = misread(config, reasons, from_hub=folder != Path(path))
+    if lost:
+        raise UnsupportedCheckpoint(
+            f"{DRAFT_OPTION} {path}: {_joined(lost)}. sglang-dflash does not run such a draft, and "
+            "SGLang's own DFLASH worker may run it otherwise than it was trained, with hardly a "
+            "proposal accepted. Use a DFlash or DFlash2 draft made for this target; with "
+            "SGLANG_DFLASH_WORKER=upstream SGLang's worker tries on CUDA."
+        )
+    return _joined(reasons) or None
+
+
+def _joined(reasons: list[Reason]) -> str:
+    return "; ".join(dict.fromkeys(reason.text for reason in reasons))
 
 
 def _asks_for_lora(settings: Any) -> bool:
@@ -126,7 +176,7 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
     block_size = next((size for size in stated if size is not None), config.block_size)
     if block_size is None:
         raise UnsupportedCheckpoint(
-            f"{_DRAFT_PATH} {path}: its config.json states no block_size; give the size it was "
+            f"{DRAFT_OPTION} {path}: its config.json states no block_size; give the size it was "
             "trained at with --speculative-num-draft-tokens (the anchor included)"
         )
     check_block_size(block_size, config)
@@ -139,7 +189,7 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
         )
     if target.context_length > config.context_length and not target.outgrows_draft:
         raise UnsupportedCheckpoint(
-            f"{_DRAFT_PATH} {path} was made for {config.context_length} positions, and the target "
+            f"{DRAFT_OPTION} {path} was made for {config.context_length} positions, and the target "
             f"is served with a context of {target.context_length}. Serve it with --context-length "
             f"{config.context_length}, or set SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN=1: answers "
             "stay exact, and beyond that length fewer proposals may be accepted."
@@ -169,6 +219,20 @@ def _refuse_options(settings: Any, options: Options) -> None:
         raise ValueError(
             "--speculative-adaptive asks for widths that follow the load, and the budget is fixed "
             "(SGLANG_DFLASH_BUDGET or the file of --speculative-adaptive-config): leave one out"
+        )
+    for kind in ("single", "acc"):
+        threshold = getattr(settings, f"speculative_accept_threshold_{kind}")
+        if threshold != 1.0:
+            raise ValueError(
+                f"--speculative-accept-threshold-{kind} {threshold:g}: it would accept tokens that "
+                "plain decoding does not draw, and DFLASH here is exact. Leave it out, or have "
+                "SGLang's own worker by SGLANG_DFLASH_WORKER=upstream."
+            )
+    if settings.enable_pdmux:
+        raise ValueError(
+            "--enable-pdmux: its prefill goes past the speculative worker, so that there is no "
+            "draft state to decode with. Serve without the option, or without "
+            "--speculative-algorithm."
         )
     if options.trace is not None and settings.dp_size > 1:
         raise ValueError(

@@ -37,7 +37,11 @@ IN_PLACE_UPDATES = (
     _UPDATER + "load_weights_from_distributed",
     _UPDATER + "update_weights_from_ipc",
 )
-WEIGHT_UPDATES = (_UPDATER + "update_weights_from_disk", *IN_PLACE_UPDATES)
+WEIGHT_UPDATES = (
+    _UPDATER + "update_weights_from_disk",
+    *IN_PLACE_UPDATES,
+    _UPDATER + "end_weight_update",  # weights may have been written from outside
+)
 
 SEAMS: tuple[Seam, ...] = (
     # hooks (plugin.py)
@@ -50,6 +54,10 @@ SEAMS: tuple[Seam, ...] = (
     Seam(_SRT + "arg_groups.overrides.declare_resolution", ("server_args", "source")),
     Seam(_SRT + "environ.envs.SGLANG_SIMULATE_ACC_LEN"),
     Seam(_SRT + "environ.envs.SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"),
+    Seam(
+        _SRT + "utils.common.get_available_gpu_memory",
+        ("device", "gpu_id", "distributed", "cpu_group"),
+    ),
     Seam(_SRT + "configs.hybrid_arch.mambaish_config", ("model_config",)),
     Seam(_SPEC + "spec_info.SpeculativeAlgorithm.create_worker", ("self", "server_args")),
     Seam(_SPEC + "dflash_utils.validate_dflash_request", ("req", "enable_overlap")),
@@ -58,6 +66,12 @@ SEAMS: tuple[Seam, ...] = (
         ("self", "meta_info", "recv_obj", "i"),
     ),
     Seam(_POOL + "allocation_sizing.get_req_to_token_extra_context_len", ()),
+    Seam(
+        _SRT + "managers.scheduler_components.weight_updater"
+        ".SchedulerWeightUpdaterManager.begin_weight_update",
+        ("self", "recv_req"),
+    ),
+    Seam(_SRT + "managers.io_struct.BeginWeightUpdateReqOutput"),
     Seam(_SRT + "managers.schedule_batch.Req.update_finish_state", ("self", "new_accepted_len")),
     Seam(_SRT + "managers.schedule_batch.Req.set_finish_with_abort", ("self", "error_msg")),
     Seam(

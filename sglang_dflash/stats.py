@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+import http.client
 import re
 import urllib.request
 from collections import defaultdict
 from typing import NamedTuple
 
-__all__ = ["Reading", "Stats", "read", "table"]
+__all__ = ["Reading", "Stats", "address_of", "has_restarted", "read", "table"]
 
 _LINE = re.compile(r"^sglang:dflash_(\w+?)_total\{(.*)\} (\S+)$")
 _LABEL = re.compile(r'(kind|position|bin)="(\w+)"')
@@ -70,28 +71,44 @@ class Stats(NamedTuple):
         )
 
 
+def has_restarted(now: Reading, before: Reading) -> bool:
+    """Tell whether the server was started anew between two readings: its counters have fallen."""
+    # By less than a half they may: sums over ranks are rounded in an order that changes.
+    return any(now.get(key, 0.0) < value - 0.5 for key, value in before.items())
+
+
+def address_of(url: str) -> str:
+    """Return where a server's counters are; a URL without a scheme is http."""
+    full = url if "://" in url else f"http://{url}"
+    return f"{full.rstrip('/')}/metrics"
+
+
 def read(url: str) -> Reading:
     """Return the counters of a server.
 
     Raises:
         ValueError: nothing answers there, or the server has none of the counters.
     """
-    address = f"{url.rstrip('/')}/metrics"
+    address = address_of(url)
     try:
         with urllib.request.urlopen(address, timeout=10) as reply:
-            text = reply.read().decode()
-    except (OSError, ValueError) as error:
+            reading = _counters(reply.read().decode())
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise ValueError(f"{address}: {error}. Is the server up, with --enable-metrics?") from error
-    reading: Reading = defaultdict(float)
-    for line in text.splitlines():
-        found = _LINE.match(line)
-        if found and (label := _LABEL.search(found[2])):
-            reading[found[1], label[2]] += float(found[3])
     if not reading:
         raise ValueError(
             f"{address} has no sglang:dflash counters: the server decodes nothing yet, verifies "
             "whole blocks (SGLANG_DFLASH_BUDGET=fixed, or auto on a GPU), or runs without DFLASH"
         )
+    return reading
+
+
+def _counters(text: str) -> Reading:
+    reading: Reading = defaultdict(float)
+    for line in text.splitlines():
+        found = _LINE.match(line)
+        if found and (label := _LABEL.search(found[2])):
+            reading[found[1], label[2]] += float(found[3])
     return dict(reading)
 
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 _CONTEXT = 64  # tokens of each request; what comes in shifts the estimate
 _REPEATS = 3
-_MAX_REQUESTS = 32  # beyond, times are scaled in proportion until steps are seen
+_MAX_REQUESTS = 32  # beyond, times are those of the fitted surface until steps are seen
 _NO_TRACE = "nothing is written; unset it, or trace on a CPU"
 _SECONDS = 20.0  # how long the sweep may take; points between others are then left out
 
@@ -163,7 +163,7 @@ def measure_steps(
             break
         seconds = [_seconds(runner, draft, sizes, point) for _ in range(_REPEATS)]
         (usual,) = first_rank.numbers([round(statistics.median(seconds) * 1e9)])
-        context = _CONTEXT * point.num_requests
+        context = (_CONTEXT + sizes.block_size) * point.num_requests
         cost.observe(point.part, point.num_requests, point.num_rows, context, usual / 1e9)
         num_measured += 1
     if not host_waits(runner):

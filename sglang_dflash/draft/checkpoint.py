@@ -7,13 +7,12 @@ import os
 from pathlib import Path
 
 from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.schema import MASK_SIDECAR
 from sglang_dflash.draft.token_map import TOKEN_MAP_FILE
 from sglang_dflash.draft.weights import check_weights, read_weight_shapes
-from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.errors import DRAFT_OPTION, UnsupportedCheckpoint
 
-__all__ = ["check_checkpoint", "draft_folder", "read_draft_config"]
-
-_OPTION = "--speculative-draft-model-path"
+__all__ = ["check_checkpoint", "draft_folder", "local_folder", "read_draft_config"]
 
 
 def draft_folder(path: str, revision: str | None = None, *, weights: bool = False) -> Path:
@@ -27,18 +26,37 @@ def draft_folder(path: str, revision: str | None = None, *, weights: bool = Fals
     Raises:
         UnsupportedCheckpoint: neither a folder nor a repository that can be had.
     """
+    # All that is looked at beside the weights: a file that is left out is a file that is not seen.
+    patterns = ["*.json", MASK_SIDECAR, TOKEN_MAP_FILE, *(["*.safetensors"] if weights else [])]
+    return local_folder(path, patterns, option=DRAFT_OPTION, revision=revision)
+
+
+def local_folder(
+    path: str, patterns: list[str], *, option: str, revision: str | None = None
+) -> Path:
+    """Return a folder as it is, or that of a Hub repository's files in the Hub's cache.
+
+    Args:
+        path: A folder, or a Hub id.
+        patterns: Which of a repository's files to fetch.
+        option: Where `path` was given, for the message.
+        revision: The Hub revision; None is its default branch.
+
+    Raises:
+        UnsupportedCheckpoint: neither a folder nor a repository that can be had.
+    """
     if os.path.exists(path) or path.count("/") != 1 or path.startswith((".", "/", "~")):
         return Path(path)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", TOKEN_MAP_FILE, *(["*.safetensors"] if weights else [])]
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=patterns))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: no such folder, and the Hugging Face Hub gave none ({error}). "
-            "Give the folder of a DFlash draft, or a Hub id that this machine can reach."
+            f"{path}: no such folder, and the Hugging Face Hub gave none ({error}). "
+            "Give a folder, or a Hub id that this machine can reach.",
+            option=option,
         ) from error
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING
 
-from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.errors import DRAFT_OPTION, TARGET_OPTION, UnsupportedCheckpoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,6 +24,7 @@ def check_target(
     target_num_layers: int,
     tp_size: int,
     has_tokenizer: bool = False,
+    target: str = TARGET_OPTION,
 ) -> None:
     """Refuse a draft that contradicts its target, naming every contradiction at once.
 
@@ -35,6 +36,7 @@ def check_target(
         tp_size: Ranks that share the draft's heads.
         has_tokenizer: Whether a mask token that is not numbered can be looked up
             (`with_mask_token`).
+        target: What the user gave it as, for the message.
 
     Raises:
         UnsupportedCheckpoint: with each contradiction and how to mend it.
@@ -47,8 +49,8 @@ def check_target(
     ]
     if problems:
         raise UnsupportedCheckpoint(
-            f"--speculative-draft-model-path {config.source} does not fit --model-path:\n- "
-            + "\n- ".join(problems)
+            f"{config.source} does not fit {target}:\n- " + "\n- ".join(problems),
+            option=DRAFT_OPTION,
         )
 
 
@@ -139,9 +141,7 @@ def with_mask_token(
         number = tokenizer.get_vocab().get(config.mask_token, len(tokenizer))
     found = dataclasses.replace(config, mask_token_id=number)
     if problems := _mask_problems(found, target_vocab_size):
-        raise UnsupportedCheckpoint(
-            f"--speculative-draft-model-path {config.source}: {problems[0]}"
-        )
+        raise UnsupportedCheckpoint(f"{config.source}: {problems[0]}", option=DRAFT_OPTION)
     return found
 
 

@@ -11,14 +11,15 @@ from typing import Any
 from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.draft.fields import Fields
 from sglang_dflash.draft.rope import RopeSettings
-from sglang_dflash.draft.schema import unsupported_reason
+from sglang_dflash.draft.schema import PLAIN_ARCHITECTURES, reasons_against, unsupported_reason
+from sglang_dflash.draft.upstream import misread
 from sglang_dflash.draft.weights import (
     canonical_weight_name,
     check_weights,
     expected_weights,
     read_weight_shapes,
 )
-from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.errors import DRAFT_OPTION, UnsupportedCheckpoint
 
 __all__ = [
     "DEFAULT_MASK_TOKEN",
@@ -35,7 +36,6 @@ __all__ = [
 ]
 
 DEFAULT_MASK_TOKEN = "<|MASK|>"
-_OPTION = "--speculative-draft-model-path"
 _EXPECTED = "expected a folder with the config.json and *.safetensors of a DFlash draft"
 
 
@@ -45,7 +45,7 @@ class DraftConfig:
 
     Attributes:
         source: Where it was read, for messages.
-        architecture: `DFlashDraftModel` or a name of DFlash2's.
+        architecture: One of `schema.ARCHITECTURES`.
         hidden_size: H, the draft's and the target's.
         intermediate_size: Width of the MLP.
         num_layers: L, decoder layers of the draft.
@@ -136,19 +136,23 @@ class DraftConfig:
         """
         reason = unsupported_reason(config)
         if reason is not None:
+            other = "misreads" if misread(config, reasons_against(config)) else "serves"
             raise UnsupportedCheckpoint(
-                f"{_OPTION} {source}: not a plain DFlash or DFlash2 draft: {reason}. "
-                "Use a plain one; on CUDA SGLang's own DFLASH worker may serve this one."
+                f"{source}: not a plain DFlash or DFlash2 draft: {reason}. "
+                f"Use a plain one; on CUDA SGLang's own DFLASH worker {other} this one.",
+                option=DRAFT_OPTION,
             )
         fields = Fields(config)
+        _check_model_type(fields, config)
         values = _sizes(fields) | _rope(config, fields) | _format(fields) | _dflash2(fields)
         num_layers = values["num_layers"]
         values["sliding_windows"], values["causal"] = _attention(fields, num_layers)
         values["target_layer_ids"] = _target_layer_ids(fields, num_layers)
         if fields.problems:
             raise UnsupportedCheckpoint(
-                f"{_OPTION} {source}: config.json cannot be used: {'; '.join(fields.problems)}. "
-                "Correct these keys, or take the config.json that the draft was published with."
+                f"{source}: config.json cannot be used: {'; '.join(fields.problems)}. "
+                "Correct these keys, or take the config.json that the draft was published with.",
+                option=DRAFT_OPTION,
             )
         return cls(source=source, architecture=config["architectures"][0], **values)
 
@@ -167,14 +171,15 @@ class DraftConfig:
         reason = unsupported_reason(config, path)
         if reason is not None and unsupported_reason(config) is None:
             raise UnsupportedCheckpoint(
-                f"{_OPTION} {path}: {reason}. Use a draft whose mask token is in the target's "
-                "embedding; on CUDA SGLang's own DFLASH worker may serve this one."
+                f"{path}: {reason}. Use a draft whose mask token is in the target's embedding; on "
+                "CUDA SGLang's own DFLASH worker serves this one from a local folder.",
+                option=DRAFT_OPTION,
             )
         return cls.from_dict(config, source=str(path))
 
 
 def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """Return the target layers a draft captures where its checkpoint names none.
+    """Return the target layers that a draft captures unless it is made for others.
 
     Evenly spread from the second layer to the third from the end; the middle one for a
     draft of one layer.
@@ -209,29 +214,47 @@ def read_config(path: str | Path) -> dict[str, Any]:
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: found {found} there, {_EXPECTED}. Check the path; a Hub id is "
-            "downloaded first (`hf download ORG/NAME`)."
+            f"{path}: found {found} there, {_EXPECTED}. Check the path; a Hub id is "
+            "downloaded first (`hf download ORG/NAME`).",
+            option=DRAFT_OPTION,
         )
     file = folder / "config.json"
     if not file.is_file():
         names = sorted(entry.name for entry in folder.iterdir())[:8]
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: no config.json, found {names or 'an empty folder'}, {_EXPECTED}. "
-            "Check the path, or download the draft again."
+            f"{path}: no config.json, found {names or 'an empty folder'}, {_EXPECTED}. "
+            "Check the path, or download the draft again.",
+            option=DRAFT_OPTION,
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:  # JSONDecodeError and UnicodeDecodeError
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: config.json is not JSON ({error}), {_EXPECTED}. "
-            "Download the draft again."
+            f"{path}: config.json is not JSON ({error}), {_EXPECTED}. Download the draft again.",
+            option=DRAFT_OPTION,
         ) from error
     if not isinstance(config, dict):
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: config.json holds a {type(config).__name__}, expected an object. "
-            "Download the draft again."
+            f"{path}: config.json holds a {type(config).__name__}, expected an object. "
+            "Download the draft again.",
+            option=DRAFT_OPTION,
         )
     return config
+
+
+def _check_model_type(fields: Fields, config: dict[str, Any]) -> None:
+    """Note a config that nothing could load: SGLang reads it with transformers' classes."""
+    from transformers import CONFIG_MAPPING  # SGLang adds its own to it
+
+    model_type, loaders = config.get("model_type"), config.get("auto_map")
+    if isinstance(loaders, dict) and "AutoConfig" in loaders:
+        return  # the checkpoint's own code, with --trust-remote-code
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        found = "missing" if model_type is None else f"{model_type!r}, which transformers lacks"
+        fields.problem(
+            f"model_type is {found}, expected one by which a config can be loaded; most drafts "
+            "have 'qwen3'"
+        )
 
 
 def _sizes(fields: Fields) -> dict[str, Any]:
@@ -303,7 +326,7 @@ def _dflash2(fields: Fields) -> dict[str, Any]:
     for one, other in (names[:2], names[2:]):
         if bool(sizes[one]) != bool(sizes[other]):
             fields.problem(f"{one} is {sizes[one]} and {other} {sizes[other]}: one needs the other")
-    is_second = fields.get("architectures") != ["DFlashDraftModel"]
+    is_second = fields.get("architectures")[0] not in PLAIN_ARCHITECTURES
     if is_second and not sizes["selector_rank"]:
         fields.problem("selector_rank is missing, and DFlash2 has a candidate selector")
     vocab_size = fields.integer("vocab_size", None)
@@ -323,48 +346,72 @@ def _dflash2(fields: Fields) -> dict[str, Any]:
 
 
 def _attention(fields: Fields, num_layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
-    """Return window and causality of every layer."""
-    window = fields.integer("sliding_window", None)
+    """Return window and causality of every layer.
+
+    Source: SGLang's `models/dflash.py`; `use_swa`, `swa_window_size` and `causal` are ModelOpt's,
+    with the meaning that vLLM's `qwen3_dflash.py` gives them.
+    """
+    types = _layer_types(fields, num_layers)
+    causal = [kind == "sliding_attention" for kind in types]
+    sliding = list(causal)
+    if fields.flag("use_swa", False) and not any(sliding):
+        sliding = [True] * len(types)  # and each row still sees its whole block
+    elif any(sliding) and fields.get("use_sliding_window") is False:
+        fields.problem("layer_types has sliding_attention but use_sliding_window is false")
+    window = _window(fields) if any(sliding) else None
+    for key in ("causal", "is_causal"):  # the latter wins, and may not differ
+        if fields.has(key):
+            causal = [fields.flag(key, False)] * len(types)
+    if fields.has("causal") and fields.has("is_causal"):
+        stated, other = fields.get("is_causal"), fields.get("causal")
+        if stated != other:
+            fields.problem(f"is_causal is {stated!r} but causal {other!r}, expected one of them")
+    return tuple(window if slides else None for slides in sliding), tuple(causal)
+
+
+def _layer_types(fields: Fields, num_layers: int) -> list[str]:
+    """Return each layer's kind, as stated or as transformers makes it up."""
     types = fields.get("layer_types")
     if types is None:
         sliding_from = num_layers
-        if window is not None and fields.flag("use_sliding_window", False):
+        if fields.has("sliding_window") and fields.flag("use_sliding_window", False):
             sliding_from = fields.integer("max_window_layers", 28, minimum=0)
-        types = [
-            "sliding_attention" if i >= sliding_from else "full_attention"
-            for i in range(num_layers)
-        ]
+        types = ["full_attention"] * min(sliding_from, num_layers)
+        return types + ["sliding_attention"] * (num_layers - len(types))
     kinds = ("full_attention", "sliding_attention")
     if not isinstance(types, list) or any(kind not in kinds for kind in types):
         fields.problem(f"layer_types is {types!r}, expected full_ and sliding_attention")
-        types = []
-    elif len(types) != num_layers:
+        return []
+    if len(types) != num_layers:
         fields.problem(f"layer_types has {len(types)} entries for {num_layers} layers")
-    sliding = [kind == "sliding_attention" for kind in types]
-    if any(sliding):
-        if window is None:
-            fields.problem("layer_types has sliding_attention without a sliding_window")
-        elif fields.get("use_sliding_window") is False:
-            fields.problem("layer_types has sliding_attention but use_sliding_window is false")
-    stated = fields.get("is_causal")
-    if stated is not None:
-        stated = fields.flag("is_causal", False)
-    windows = tuple(window if slides else None for slides in sliding)
-    return windows, tuple(slides if stated is None else stated for slides in sliding)
+    return types
+
+
+def _window(fields: Fields) -> int | None:
+    names = ("swa_window_size", "sliding_window")
+    windows = [w for name in names if (w := fields.integer(name, None)) is not None]
+    if not windows:
+        fields.problem("sliding attention without a sliding_window or swa_window_size")
+        return None
+    if len(set(windows)) > 1:
+        fields.problem(f"swa_window_size is {windows[0]} but sliding_window {windows[1]}")
+    return windows[0]
 
 
 def _target_layer_ids(fields: Fields, num_layers: int) -> tuple[int, ...]:
     ids = fields.get("target_layer_ids")
-    if ids is not None:
-        if isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
-            return tuple(ids)
+    if ids is None:
+        count = fields.integer("num_target_layers", None)
+        guess = ""
+        if count is not None and (num_layers == 1 or count >= 4):
+            guess = f", maybe {list(build_target_layer_ids(count, num_layers))}"
+        # Only maybe: most published drafts have others, and nothing would show a wrong guess.
+        fields.problem(
+            "target_layer_ids is missing: add it to dflash_config, the layers that the draft was "
+            f"trained on{guess}"
+        )
+    elif isinstance(ids, list) and ids and all(type(i) is int and i >= 0 for i in ids):
+        return tuple(ids)
+    else:
         fields.problem(f"target_layer_ids is {ids!r}, expected a list of layer numbers")
-        return ()
-    num_target_layers = fields.integer("num_target_layers", None)
-    if num_target_layers is None:
-        fields.problem("neither target_layer_ids nor num_target_layers is there")
-        return ()
-    if num_target_layers < 4 and num_layers > 1:
-        fields.problem(f"num_target_layers {num_target_layers} is too few to choose layers from")
-        return ()
-    return build_target_layer_ids(num_target_layers, num_layers)
+    return ()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 from torch import nn
 
 from sglang_dflash.draft.block import Block
+from sglang_dflash.draft.borrowed import BorrowedCopies
 from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.hot_head import HotHead
 from sglang_dflash.draft.model import DFlashDraftModel
@@ -113,8 +115,7 @@ def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
     tp_size = get_parallel().tp_size
     gather = tensor_model_parallel_all_gather if tp_size > 1 else None
     spec = get_spec()
-    folder = draft_folder(spec.speculative_draft_model_path, spec.speculative_draft_model_revision)
-    map_path = token_map_of(folder, spec.speculative_token_map)
+    map_path = token_map_of(_served_folder(), spec.speculative_token_map)
     if map_path is not None and HotHead.can_cut(head):
         token_map = read_token_map(map_path, head.org_vocab_size)
         hot = HotHead(head, token_map, tp_size)
@@ -138,6 +139,13 @@ def vocabulary_head(target_model: nn.Module) -> VocabularyHead:
     )
 
 
+def _served_folder(*, weights: bool = False) -> Path:
+    spec = get_spec()
+    return draft_folder(
+        spec.speculative_draft_model_path, spec.speculative_draft_model_revision, weights=weights
+    )
+
+
 class _Rows(NamedTuple):
     """Context rows to inject."""
 
@@ -157,6 +165,9 @@ class DraftForward:
         self._block_size = block_size
         self._model.borrow_embedding(block_embedding(target_model))
         head = vocabulary_head(target_model)
+        BorrowedCopies(_served_folder(weights=True)).check(
+            target_model.get_input_embeddings(), target_model.lm_head
+        )
         selector, config = self._model.candidate_selector, self._model.draft_config
         self._proposer = proposer_of(selector, head, config)
         self._spec_infos: dict[int, DFlashVerifyInput] = {}

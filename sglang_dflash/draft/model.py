@@ -28,7 +28,9 @@ from sglang_dflash.draft.checkpoint import read_draft_config
 from sglang_dflash.draft.config import DraftConfig, canonical_weight_name, check_weights
 from sglang_dflash.draft.context import context_kv
 from sglang_dflash.draft.grouped_conv import GroupedConv, convolved
+from sglang_dflash.draft.rope import sglang_scaling
 from sglang_dflash.draft.selector import CandidateSelector
+from sglang_dflash.draft.weights import BORROWED
 
 __all__ = ["DFlashDraftModel", "served_draft_config"]
 
@@ -76,7 +78,7 @@ class DraftAttention(nn.Module):
             rotary_dim=config.rotary_dim,
             max_position=config.max_position_embeddings,
             base=config.rope_theta,
-            rope_scaling=config.rope_scaling,
+            rope_scaling=sglang_scaling(config.rope_scaling),
             is_neox_style=config.rope_is_neox_style,
         )
         window = config.sliding_windows[layer_id]
@@ -258,8 +260,12 @@ class DFlashDraftModel(nn.Module):
         Raises:
             UnsupportedCheckpoint: names every weight that is missing, unknown or of a wrong shape.
         """
-        found = dict(weights)
-        shapes = {name: tuple(weight.shape) for name, weight in found.items()}
+        found: dict[str, torch.Tensor] = {}
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, weight in weights:
+            shapes[name] = tuple(weight.shape)
+            if canonical_weight_name(name) not in BORROWED:  # the target's are used
+                found[name] = weight
         check_weights(shapes, self.draft_config, self.draft_config.source)
         parameters = dict(self.named_parameters())
         for stored_name, weight in found.items():

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.errors import DRAFT_OPTION, UnsupportedCheckpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_dflash.draft.config import DraftConfig
 
 __all__ = [
+    "BORROWED",
     "canonical_weight_name",
     "check_weights",
     "expected_weights",
@@ -23,13 +24,17 @@ __all__ = [
     "weight_files",
 ]
 
-_OPTION = "--speculative-draft-model-path"
 _INDEX = "model.safetensors.index.json"
-# Names that one exporter gives, and ours.
+# Names that one exporter or another gives, and ours.
 _ALIASES = {
+    # z-lab's own code holds the codebooks as embeddings.
+    "candidate_selector.predecessor_codebook.weight": "candidate_selector.predecessor_codebook",
+    "candidate_selector.successor_codebook.weight": "candidate_selector.successor_codebook",
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
+# The target's, [V, H], which some trainers save once more (`draft/borrowed.py` compares them).
+BORROWED = ("embed_tokens.weight", "lm_head.weight")
 # Buffers that old exports hold and that are computed from the config instead.
 _COMPUTED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 _MAX_HEADER_BYTES = 100 * 2**20  # the format's own bound
@@ -106,6 +111,8 @@ def check_weights(
 ) -> None:
     """Refuse a checkpoint whose tensors are not exactly those of its config.json.
 
+    Copies of the target's embedding and output head may be there besides.
+
     Args:
         found: Name -> shape as the files have them.
         config: The draft.
@@ -115,19 +122,20 @@ def check_weights(
         UnsupportedCheckpoint: with every missing, unexpected, doubled and misshaped tensor.
     """
     expected = expected_weights(config)
+    allowed = expected | _borrowed_shapes(found, config)
     seen: dict[str, str] = {}
     problems: dict[str, list[str]] = {"missing": [], "unexpected": [], "twice": [], "shape": []}
     for name, shape in found.items():
         canonical = canonical_weight_name(name)
         if canonical is None:
             continue
-        if canonical not in expected:
+        if canonical not in allowed:
             problems["unexpected"].append(f"{name} {list(shape)}")
         elif canonical in seen:
             problems["twice"].append(f"{seen[canonical]} and {name}")
-        elif tuple(shape) != expected[canonical]:
+        elif tuple(shape) != allowed[canonical]:
             problems["shape"].append(
-                f"{name} is {list(shape)}, expected {list(expected[canonical])}"
+                f"{name} is {list(shape)}, expected {list(allowed[canonical])}"
             )
         seen.setdefault(canonical, name)
     problems["missing"] = [
@@ -138,10 +146,21 @@ def check_weights(
             f"{kind}: {', '.join(names)}" for kind, names in problems.items() if names
         )
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {source}: the weights are not those of its config.json: {listed}. Missing "
+            f"{source}: the weights are not those of its config.json: {listed}. Missing "
             "ones point to an incomplete download, others to a config.json of another draft or to "
-            "parts that the config.json does not name."
+            "parts that the config.json does not name.",
+            option=DRAFT_OPTION,
         )
+
+
+def _borrowed_shapes(
+    found: Mapping[str, tuple[int, ...]], config: DraftConfig
+) -> dict[str, tuple[int, ...]]:
+    rows = {canonical_weight_name(name): shape[0] for name, shape in found.items() if shape}
+    vocab_size = config.vocab_size
+    return {
+        name: (vocab_size or rows[name], config.hidden_size) for name in BORROWED if name in rows
+    }
 
 
 def weight_files(path: str | Path) -> list[Path]:
@@ -160,21 +179,23 @@ def weight_files(path: str | Path) -> list[Path]:
         if files:
             return files
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: no *.safetensors there. Download the draft again, or convert its "
-            "weights to safetensors."
+            f"{path}: no *.safetensors there. Download the draft again, or convert its "
+            "weights to safetensors.",
+            option=DRAFT_OPTION,
         )
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: {_INDEX} has no readable weight_map ({error!r}). Download the "
-            "draft again."
+            f"{path}: {_INDEX} has no readable weight_map ({error!r}). Download the draft again.",
+            option=DRAFT_OPTION,
         ) from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {path}: {_INDEX} names files that are not there: {', '.join(missing)}. "
-            "Download the draft again."
+            f"{path}: {_INDEX} names files that are not there: {', '.join(missing)}. "
+            "Download the draft again.",
+            option=DRAFT_OPTION,
         )
     return [folder / name for name in names]
 
@@ -193,8 +214,9 @@ def read_weight_shapes(path: str | Path) -> dict[str, tuple[int, ...]]:
         for name, shape in _header_shapes(file).items():
             if name in shapes:
                 raise UnsupportedCheckpoint(
-                    f"{_OPTION} {path}: {name} is in more than one file ({file.name} and another). "
-                    "Remove the files that do not belong to this checkpoint."
+                    f"{path}: {name} is in more than one file ({file.name} and another). "
+                    "Remove the files that do not belong to this checkpoint.",
+                    option=DRAFT_OPTION,
                 )
             shapes[name] = shape
     return shapes
@@ -213,12 +235,14 @@ def _header_shapes(file: Path) -> dict[str, tuple[int, ...]]:
         shapes = {name: tuple(entry["shape"]) for name, entry in entries.items()}
     except (ValueError, LookupError, AttributeError, TypeError) as error:
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {file}: not a safetensors file ({error!r}). Download the draft again."
+            f"{file}: not a safetensors file ({error!r}). Download the draft again.",
+            option=DRAFT_OPTION,
         ) from error
     expected_bytes = 8 + length + end
     if file.stat().st_size != expected_bytes:
         raise UnsupportedCheckpoint(
-            f"{_OPTION} {file}: {file.stat().st_size} bytes, expected {expected_bytes}: an "
-            "incomplete download. Download the draft again."
+            f"{file}: {file.stat().st_size} bytes, expected {expected_bytes}: an "
+            "incomplete download. Download the draft again.",
+            option=DRAFT_OPTION,
         )
     return shapes

@@ -14,13 +14,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors import safe_open
 from torch import nn
 
+from sglang_dflash.draft.borrowed import BorrowedCopies
 from sglang_dflash.draft.config import DraftConfig
 from sglang_dflash.draft.grouped_conv import GroupedConv, convolved
 from sglang_dflash.draft.selector import CandidateSelector
 from sglang_dflash.draft.weights import (
+    BORROWED,
     canonical_weight_name,
     check_weights,
     read_weight_shapes,
@@ -198,7 +200,10 @@ class HFDraft(nn.Module):
     Attributes:
         config: What the checkpoint states.
         candidate_selector: Scores neighbouring candidates; None in a plain draft.
+        borrowed_copies: What the checkpoint holds of its target, to be compared; None without one.
     """
+
+    borrowed_copies: BorrowedCopies | None = None
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -274,6 +279,8 @@ def load_draft(
 ) -> HFDraft:
     """Return the draft of a checkpoint's folder, every tensor accounted for.
 
+    Copies of the target's embedding and head stay on disk; `spec_generate` compares them.
+
     Args:
         path: The folder, with config.json and safetensors.
         dtype: Type to run in; None keeps the stored one.
@@ -290,11 +297,15 @@ def load_draft(
     check_weights(read_weight_shapes(path), config, path)
     weights: dict[str, torch.Tensor] = {}
     for file in weight_files(path):
-        for name, tensor in load_file(file, device=str(device)).items():
-            canonical = canonical_weight_name(name)
-            if canonical is not None:
-                weights[canonical] = tensor if dtype is None else tensor.to(dtype)
+        with safe_open(file, "pt", device=str(device)) as stored:
+            for name in stored.keys():  # noqa: SIM118
+                canonical = canonical_weight_name(name)
+                if canonical is not None and canonical not in BORROWED:
+                    weights[canonical] = stored.get_tensor(name)
+                    if dtype is not None:
+                        weights[canonical] = weights[canonical].to(dtype)
     with torch.device("meta"):
         draft = HFDraft(config)
     draft.load_state_dict(weights, strict=True, assign=True)
+    draft.borrowed_copies = BorrowedCopies(path)
     return draft.eval().requires_grad_(False)

@@ -271,6 +271,8 @@ def _check_pair(draft: HFDraft, target: PreTrainedModel, block_size: int) -> Non
         tp_size=1,
     )
     check_block_size(block_size, draft.config)
+    if draft.borrowed_copies is not None:
+        draft.borrowed_copies.check(embedding, head)
 
 
 def _stop_set(target: PreTrainedModel, stop_token_ids: Sequence[int] | None) -> set[int]:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang_dflash.draft.rope import amplitude
+
 if TYPE_CHECKING:
     from sglang_dflash.draft.config import DraftConfig
 
@@ -36,8 +38,7 @@ def rope_frequencies(config: DraftConfig) -> tuple[torch.Tensor, float]:
         return frequencies / scaling["factor"], 1.0
     if scaling["rope_type"] == "llama3":
         return _llama3(frequencies, scaling), 1.0
-    attention_factor = 0.1 * math.log(scaling["factor"]) + 1.0 if scaling["factor"] > 1 else 1.0
-    return _yarn(frequencies, scaling, config), attention_factor
+    return _yarn(frequencies, scaling, config), amplitude(scaling)
 
 
 def rotate(

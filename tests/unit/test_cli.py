@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from sglang_dflash import cli, doctor
+from sglang_dflash import cli
 from sglang_dflash.demo import DemoError, run
 from sglang_dflash.demo.model import bundled_draft
 
@@ -125,33 +125,3 @@ def test_an_interrupt_is_no_traceback(monkeypatch, capsys):
     monkeypatch.setattr(run, "run_demo", interrupt)
     assert cli.main(["demo"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-@pytest.fixture
-def healthy(monkeypatch):
-    monkeypatch.setattr(doctor, "_seams", list)
-    monkeypatch.setattr(doctor, "_platform", lambda problems: ("some.Platform", "cpu"))
-    for name in ("SGLANG_PLUGINS", "SGLANG_DFLASH_WORKER"):
-        monkeypatch.delenv(name, raising=False)
-
-
-def test_doctor_says_who_serves(healthy, capsys):
-    assert cli.main(["doctor"]) == 0
-    out = capsys.readouterr().out
-    assert "some.Platform (cpu)" in out
-    assert "all well" in out
-
-
-def test_doctor_fails_where_sglang_has_moved(healthy, monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "_seams", lambda: ["sglang.srt.x: not there"])
-    assert cli.main(["doctor", "--json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert not found["ok"]
-    assert found["problems"] == ["sglang.srt.x: not there"]
-
-
-def test_doctor_sees_what_the_environment_switches_off(healthy):
-    found = doctor.diagnose({"SGLANG_PLUGINS": "other", "SGLANG_DFLASH_WORKER": "mine"})
-    assert found.entry_points == {"sglang.srt.plugins": False, "sglang.srt.platforms": False}
-    assert "leaves dflash out" in found.problems[0]
-    assert any("SGLANG_DFLASH_WORKER" in problem for problem in found.problems)

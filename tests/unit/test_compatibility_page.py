@@ -7,9 +7,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import sglang_dflash
+from sglang_dflash.draft.schema import ARCHITECTURES
 from sglang_dflash.options import Options
 from sglang_dflash.routing import Target, upstream_reason
 
+BUNDLED = Path(sglang_dflash.__file__).parent / "assets" / "smollm2-135m-dflash-b8"
 PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
 
 
@@ -17,6 +20,8 @@ PAGE = Path(__file__).parents[2] / "docs/compatibility.md"
 class EverythingAsked:
     """SGLang's settings by name, with all that the plugin leaves to SGLang's worker."""
 
+    speculative_draft_model_path: str = str(BUNDLED)
+    speculative_draft_model_revision: None = None
     speculative_draft_window_size: int = 64
     speculative_use_block_verification: bool = True
     enable_lora: bool = True
@@ -30,6 +35,13 @@ class EverythingAsked:
     disaggregation_mode: str = "prefill"
     _speculative_draft_quantization_explicitly_set: bool = True
     speculative_draft_model_quantization: str = "fp8"
+
+
+def test_the_page_names_every_architecture_that_is_served() -> None:
+    section = PAGE.read_text().split("## Drafts")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    served = {name for row in rows for name in re.findall(r"`(\w+DraftModel)`", row)}
+    assert served == set(ARCHITECTURES)
 
 
 def test_the_page_names_every_option_that_sglang_s_worker_serves() -> None:

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from published import DFLASH2, PUBLISHED, read, read_dflash2
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
@@ -24,77 +24,16 @@ from sglang_dflash.draft.config import (
     check_target,
     unsupported_reason,
 )
+from sglang_dflash.draft.schema import ARCHITECTURES
 from sglang_dflash.errors import UnsupportedCheckpoint
 
 BUNDLED = Path(sglang_dflash.__file__).parent / "assets" / "smollm2-135m-dflash-b8"
-# As published for Qwen3-8B, with what transformers adds.
-PUBLISHED: dict[str, Any] = {
-    "architectures": ["DFlashDraftModel"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": 16,
-    "bos_token_id": 151643,
-    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
-    "dtype": "bfloat16",
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 4096,
-    "initializer_range": 0.02,
-    "intermediate_size": 12288,
-    "layer_types": ["full_attention"] * 5,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 5,
-    "model_type": "qwen3",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 8,
-    "num_target_layers": 36,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "transformers_version": "4.57.3",
-    "use_cache": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-# What DFlash2 adds to it, as published for Qwen3.8-27B.
-DFLASH2: dict[str, Any] = {
-    "block_size": 8,
-    "conv_group_size": 16,
-    "conv_kernel_size": 2,
-    "selector_rank": 256,
-    "selector_top_k": 16,
-}
 FITTING = {
     "target_hidden_size": 4096,
     "target_vocab_size": 151936,
     "target_num_layers": 36,
     "tp_size": 1,
 }
-
-
-def published(**changes: Any) -> dict[str, Any]:
-    """Return the published config with keys changed; `dflash_config` is merged, ... removes."""
-    config = json.loads(json.dumps(PUBLISHED))
-    config["dflash_config"] |= changes.pop("dflash_config", {})
-    config |= changes
-    config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if v is not ...}
-    return {key: value for key, value in config.items() if value is not ...}
-
-
-def read(**changes: Any) -> DraftConfig:
-    return DraftConfig.from_dict(published(**changes), source="draft-folder")
-
-
-def read_dflash2(*, dflash_config: dict[str, Any] | None = None, **changes: Any) -> DraftConfig:
-    """Return a DFlash2 draft's config with keys changed."""
-    nested = DFLASH2 | (dflash_config or {})
-    named = {"architectures": ["DFlash2DraftModel"], "block_size": ...} | changes
-    return read(dflash_config=nested, **named)
 
 
 def test_published_config_is_read() -> None:
@@ -121,6 +60,16 @@ def test_published_dflash2_config_is_read() -> None:
     plain = read()
     assert (plain.selector_rank, plain.selector_top_k) == (0, 0)
     assert (plain.conv_kernel_size, plain.conv_group_size) == (0, 0)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_selector_is_asked_of_dflash2_by_all_its_names(name: str) -> None:
+    assert read_dflash2(architectures=[name]).architecture == name
+    if "DFlash2" not in name:
+        assert read(architectures=[name]).selector_rank == 0
+        return
+    with pytest.raises(UnsupportedCheckpoint, match="selector_rank is missing"):
+        read(architectures=[name])
 
 
 def test_either_part_of_dflash2_may_be_absent() -> None:
@@ -171,7 +120,6 @@ def test_default_layer_ids_are_evenly_spread() -> None:
     assert build_target_layer_ids(30, 1) == (15,)
     with pytest.raises(ValueError, match="at least 4"):
         build_target_layer_ids(3, 2)
-    assert read(dflash_config={"target_layer_ids": ...}).target_layer_ids == (1, 9, 17, 25, 33)
 
 
 def test_nested_keys_may_stand_at_the_top_level() -> None:
@@ -226,6 +174,19 @@ def test_rope_is_read_in_both_spellings(changes: dict[str, Any], expected: Any) 
         ({"layer_types": ..., "sliding_window": 128, "use_sliding_window": True,
           "max_window_layers": 3}, (None, None, None, 128, 128), (False, False, False, True, True)),
         ({"layer_types": ..., "sliding_window": 128}, (None,) * 5, (False,) * 5),
+        # ModelOpt's keys: a window on all layers, and blocks that are seen whole.
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 512}}, (512,) * 5, (False,) * 5),
+        ({"layer_types": ..., "use_swa": True, "sliding_window": 128}, (128,) * 5, (False,) * 5),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 64, "causal": True}},
+         (64,) * 5, (True,) * 5),
+        ({"dflash_config": {"swa_window_size": 64}}, (None,) * 5, (False,) * 5),
+        ({"dflash_config": {"causal": True}}, (None,) * 5, (True,) * 5),
+        ({"dflash_config": {"use_swa": True, "causal": False},
+          "layer_types": ["full_attention"] + ["sliding_attention"] * 4, "sliding_window": 2048,
+          "use_sliding_window": True}, (None, 2048, 2048, 2048, 2048), (False,) * 5),
+        ({"dflash_config": {"swa_window_size": 96}, "layer_types": ["sliding_attention"] * 5,
+          "use_sliding_window": ...}, (96,) * 5, (True,) * 5),
+        ({"dflash_config": {"causal": True}, "is_causal": True}, (None,) * 5, (True,) * 5),
     ],
 )  # fmt: skip
 def test_windows_and_causality_follow_the_layer_types(
@@ -233,69 +194,6 @@ def test_windows_and_causality_follow_the_layer_types(
 ) -> None:
     config = read(**changes)
     assert (config.sliding_windows, config.causal) == (windows, causal)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna"),
-        ({"architectures": ["LiLiCorrDraftModel"]}, "LiLiCorr"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "DSpark"),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "CausalLM: is none of .*, DFlash2DraftModel"),
-        ({"architectures": ...}, r"architectures \[\]"),
-        ({"dflash_config": {"projector_type": "domino"}}, "Domino"),
-        ({"projector_type": "domino"}, "Domino"),
-        ({"dflash_config": {"output_multiplier": 0.2}}, "output_multiplier 0.2"),
-        ({"final_logit_softcapping": 20.0}, "final_logit_softcapping 20.0: .*soft-capped"),
-        ({"dflash_config": {"attention_sink_bias": True}}, "attention sinks"),
-        ({"dflash_config": {"attention_value_scale": 0.612}}, "values of the attention"),
-        ({"dflash_config": {"shift_label": True}}, "shifted labels"),
-        ({"dflash_config": {"sample_from_anchor": True}}, "anchor's row predicts"),
-        ({"dflash_config": {"input_embedding_scale": 64.0}}, "scales the embeddings"),
-        ({"dflash_config": {"brand_new": 3}}, "dflash_config.brand_new 3: unknown"),
-        ({"brand_new": {"deep": 1}}, "brand_new: unknown"),
-        ({"use_gemma_norm": True}, "Gemma norms"),
-        ({"hidden_act": "swigluoai", "swiglu_alpha": 1.7}, "hidden_act 'swigluoai'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights"),
-        ({"mlp_bias": True}, "biases in the MLP"),
-        ({"has_embed_tokens": True}, "its own embedding"),
-        ({"text_config": {"hidden_size": 3}}, "nested text_config"),
-        ({"speculators_model_type": "dflash", "draft_vocab_size": 32000}, "speculators format"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type 'dynamic'"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lacks .*original_max"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0,
-                           "original_max_position_embeddings": 64}}, "unknown keys .*mscale"),
-        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "differ by layer type"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1]}}, "mrope_section"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, "rope_theta is 1000000 but 500000.0"),
-        ({"partial_rotary_factor": 0.25}, "trained width is unknown"),
-        ({"dflash_config": {"a": 1, "b": 2}}, "a 1: unknown.*b 2: unknown"),
-    ],
-)  # fmt: skip
-def test_what_is_not_plain_is_named(changes: dict[str, Any], words: str) -> None:
-    reason = unsupported_reason(published(**changes))
-    assert reason is not None
-    assert "\n" not in reason
-    assert re.search(words, reason)
-    with pytest.raises(UnsupportedCheckpoint, match="not a plain DFlash or DFlash2 draft"):
-        read(**changes)
-
-
-def test_keys_that_are_switched_off_do_not_matter() -> None:
-    off = {
-        "projector_type": None,
-        "selector_rank": 0,
-        "selector_top_k": None,
-        "conv_kernel_size": 0,
-        "output_multiplier": 1.0,
-        "final_logit_softcapping": 0.0,
-        "attention_sink_bias": False,
-        "attention_value_scale": 1.0,
-        "shift_label": False,
-        "brand_new": None,
-    }
-    assert unsupported_reason(published(dflash_config=off, mlp_bias=False, other={})) is None
-    read(dflash_config=off)
 
 
 def test_mask_sidecar_is_seen_beside_the_weights(tmp_path: Path) -> None:
@@ -311,6 +209,9 @@ def test_mask_sidecar_is_seen_beside_the_weights(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"hidden_size": ...}, "hidden_size is missing"),
+        ({"model_type": ...}, "model_type is missing, expected .* most drafts have 'qwen3'"),
+        ({"model_type": "dflash"}, "model_type is 'dflash', which transformers lacks"),
+        ({"model_type": 3}, "model_type is 3"),
         ({"num_key_value_heads": "8"}, "num_key_value_heads is '8'"),
         ({"num_key_value_heads": 7}, "32 is no multiple of 7"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0, expected"),
@@ -320,8 +221,11 @@ def test_mask_sidecar_is_seen_beside_the_weights(tmp_path: Path) -> None:
         ({"block_size": 1}, "block_size is 1, expected a whole number from 2"),
         ({"dflash_config": {"target_layer_ids": []}}, "target_layer_ids is"),
         ({"dflash_config": {"target_layer_ids": [1, True]}}, "target_layer_ids is"),
-        ({"dflash_config": {"target_layer_ids": ...}, "num_target_layers": ...}, "neither"),
-        ({"dflash_config": {"target_layer_ids": ...}, "num_target_layers": 3}, "too few"),
+        ({"dflash_config": {"target_layer_ids": ...}},
+         r"target_layer_ids is missing: add .* maybe \[1, 9, 17, 25, 33\]"),
+        ({"dflash_config": {"target_layer_ids": ...}, "num_target_layers": ...},
+         r"target_layer_ids is missing: add .* trained on\. "),
+        ({"dflash_config": {"target_layer_ids": ...}, "num_target_layers": 3}, "is missing: add"),
         ({"dflash_config": {"mask_token_id": -1}}, "mask_token_id is -1"),
         ({"dflash_config": {"mask_token": ""}}, "mask_token is ''"),
         ({"layer_types": ["full_attention"]}, "1 entries for 5 layers"),
@@ -329,6 +233,12 @@ def test_mask_sidecar_is_seen_beside_the_weights(tmp_path: Path) -> None:
         ({"layer_types": ["sliding_attention"] * 5}, "without a sliding_window"),
         ({"layer_types": ["sliding_attention"] * 5, "sliding_window": 64},
          "use_sliding_window is false"),
+        ({"use_swa": True}, "without a sliding_window or swa_window_size"),
+        ({"dflash_config": {"use_swa": True, "swa_window_size": 64}, "sliding_window": 128},
+         "swa_window_size is 64 but sliding_window 128"),
+        ({"dflash_config": {"use_swa": 1}}, "use_swa is 1, expected true or false"),
+        ({"dflash_config": {"causal": True}, "is_causal": False},
+         "is_causal is False but causal True"),
         ({"is_causal": "no"}, "is_causal is 'no'"),
         ({"head_dim": 127}, "is odd"),
         ({"head_dim": ..., "hidden_size": 2048}, "head_dim is missing"),
@@ -338,6 +248,11 @@ def test_malformed_config_is_refused_by_key(changes: dict[str, Any], words: str)
     with pytest.raises(UnsupportedCheckpoint, match=words) as error:
         read(**changes)
     assert "--speculative-draft-model-path draft-folder" in str(error.value)
+
+
+def test_a_config_may_be_loaded_by_the_checkpoints_own_code() -> None:
+    code = {"AutoConfig": "configuration.DFlashConfig", "AutoModel": "dflash.DFlashDraftModel"}
+    assert read(model_type="dflash", auto_map=code) == read()
 
 
 def test_every_problem_of_a_config_is_in_one_message() -> None:

@@ -30,6 +30,7 @@ def read(**changes: Any) -> DraftConfig:
     """Return a config of the usual sizes (those of Qwen3-8B's draft)."""
     config = {
         "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "num_hidden_layers": 5,
@@ -57,6 +58,18 @@ def test_bundled_draft_has_exactly_the_weights_its_config_asks_for() -> None:
         ("model.layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight"),
         ("encoder.fc.weight", "fc.weight"),
         ("encoder.output_norm_enc.weight", "hidden_norm.weight"),
+        (
+            "candidate_selector.predecessor_codebook.weight",
+            "candidate_selector.predecessor_codebook",
+        ),
+        (
+            "model.candidate_selector.successor_codebook.weight",
+            "candidate_selector.successor_codebook",
+        ),
+        (
+            "candidate_selector.hidden_projection.weight",
+            "candidate_selector.hidden_projection.weight",
+        ),
         ("layers.0.self_attn.rotary_emb.inv_freq", None),
         ("lm_head.weight", "lm_head.weight"),
     ],
@@ -101,18 +114,30 @@ def test_prefix_and_rotary_tables_are_accepted() -> None:
     check_weights(found, config, "draft-folder")
 
 
+def test_copies_of_the_targets_weights_may_be_there_in_the_targets_shape() -> None:
+    found = dict(expected_weights(read()))
+    copies = {"model.embed_tokens.weight": (151936, 4096), "lm_head.weight": (151936, 4096)}
+    for config in (read(), read(vocab_size=151936)):
+        check_weights(found | copies, config, "draft-folder")
+    narrow = found | {"embed_tokens.weight": (151936, 2048)}
+    with pytest.raises(UnsupportedCheckpoint, match=r"2048\], expected \[151936, 4096\]"):
+        check_weights(narrow, read(), "draft-folder")
+    with pytest.raises(UnsupportedCheckpoint, match=r"lm_head.weight .* expected \[320, 4096\]"):
+        check_weights(found | copies, read(vocab_size=320), "draft-folder")
+
+
 def test_wrong_weights_are_all_named() -> None:
     config = read()
     found = dict(expected_weights(config))
     del found["norm.weight"]
-    found["lm_head.weight"] = (151936, 4096)
+    found["lm_head.bias"] = (151936,)
     found["fc.weight"] = (4096, 3 * 4096)
     found["model.hidden_norm.weight"] = (4096,)
     with pytest.raises(UnsupportedCheckpoint) as error:
         check_weights(found, config, "draft-folder")
     text = str(error.value)
     assert "missing: norm.weight [4096]" in text
-    assert "unexpected: lm_head.weight [151936, 4096]" in text
+    assert "unexpected: lm_head.bias [151936]" in text
     assert "fc.weight is [4096, 12288], expected [4096, 20480]" in text
     assert "hidden_norm.weight and model.hidden_norm.weight" in text
 

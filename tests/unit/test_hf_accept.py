@@ -149,6 +149,7 @@ def small_pair(kind: str) -> tuple[HFDraft, LlamaForCausalLM]:
             sizes
             | {"architectures": ["DFlashDraftModel"], "num_hidden_layers": 1, "block_size": 3}
             | {"dflash_config": {"mask_token_id": 4, "target_layer_ids": [0]}}
+            | {"model_type": "qwen3"}
             | (DFLASH2 if kind == "dflash2" else {}),
             source="test",
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The draft in plain torch, against loops, transformers' Qwen3 and transformers' RoPE."""
+"""The draft in plain torch, against loops and transformers' Qwen3."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config, Qwen3Model
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import Qwen3Config, Qwen3Model
 
 from sglang_dflash.draft.config import DraftConfig, expected_weights
 from sglang_dflash.hf import HFDraft
-from sglang_dflash.hf.rope import rope_frequencies
 
 SIZES = {
     "hidden_size": 24,
@@ -36,6 +34,7 @@ SLIDING = {
 def config_of(**changes: Any) -> DraftConfig:
     config = {
         "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
         "rope_theta": 100.0,
         "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 2]},
     }
@@ -245,25 +244,3 @@ def test_causal_block_without_context_is_a_qwen3() -> None:
     empty = draft.inject(torch.zeros(1, 0, 48), torch.arange(0))
     expected = reference(inputs_embeds=block).last_hidden_state
     torch.testing.assert_close(draft(block, torch.arange(7), empty), expected, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        {"rope_type": "linear", "factor": 3.0},
-        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-         "original_max_position_embeddings": 256},
-        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
-        {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096,
-         "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False},
-    ],
-)  # fmt: skip
-def test_scaled_frequencies_are_those_of_transformers(scaling: dict[str, Any]) -> None:
-    config = config_of(head_dim=64, rope_scaling=scaling, rope_theta=10000.0)
-    reference = LlamaConfig(
-        **(SIZES | {"head_dim": 64}), rope_parameters=scaling | {"rope_theta": 10000.0}
-    )
-    expected, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](reference, torch.device("cpu"))
-    frequencies, our_factor = rope_frequencies(config)
-    torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
-    assert our_factor == pytest.approx(factor)

@@ -32,6 +32,7 @@ def random_rows(seed: int, **changes: Any) -> Rows:
             "architectures": ["DFlash2DraftModel"], "hidden_size": 16, "intermediate_size": 8,
             "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
             "head_dim": 8, "vocab_size": VOCAB, "selector_rank": 6, "selector_top_k": K,
+            "model_type": "qwen3",
             "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0]},
         }
         | changes,

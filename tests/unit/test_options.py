@@ -45,9 +45,9 @@ def test_the_environment_is_read() -> None:
 def test_the_file_sets_every_key_but_who_serves(config: Any) -> None:
     asked = {
         "budget": "measured", "min_width": 2, "max_width": 4, "margin": 0, "exploration": 0.5,
-        "min_steps": 7, "shortest_pause": 3, "longest_pause": 30,
+        "min_steps": 7, "shortest_pause": 3, "longest_pause": 30, "narrow_margin": 0.2,
     }  # fmt: skip
-    pacing = Pacing(margin=0.0, min_steps=7, exploration=0.5, shortest_pause=3, longest_pause=30)
+    pacing = Pacing(0.0, 0.2, min_steps=7, exploration=0.5, shortest_pause=3, longest_pause=30)
     assert Options.read({}, config(**asked)) == Options("auto", "measured", 2, 4, pacing)
     assert Options.read({}, config(budget="fixed")) == Options("auto", "fixed")
     with pytest.raises(ValueError, match="does not know 'worker'"):
