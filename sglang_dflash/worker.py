@@ -36,10 +36,10 @@ from sglang_dflash.options import Options
 from sglang_dflash.state import DFlashState
 from sglang_dflash.sweep import width_policy
 from sglang_dflash.verify.constraints import Constraints
-from sglang_dflash.verify.decide import Decider, sampled_rows, sampling_of
+from sglang_dflash.verify.decide import Decider, options_of, sampled_rows, sampling_of
 from sglang_dflash.verify.first_rank import FirstRank
 from sglang_dflash.verify.forward import verify_block
-from sglang_dflash.verify.graphs import host_waits, row_buckets
+from sglang_dflash.verify.graphs import context_tokens, host_waits, row_buckets
 from sglang_dflash.verify.rows import Rows
 from sglang_dflash.verify.transfer import to_device
 
@@ -134,6 +134,7 @@ class DFlashWorker(BaseSpecWorker):
         grammar_barrier: Callable[[], None] | None,
     ) -> GenerationBatchResult:
         """Block, propose, verify, constrain, decide, publish, inject."""
+        batch.sampling_info = options_of(batch.sampling_info, batch.reqs)
         prefix_lens = batch.seq_lens
         block = self._blocks.build(
             batch.spec_info.bonus_tokens,
@@ -144,7 +145,7 @@ class DFlashWorker(BaseSpecWorker):
         plan = self._plan_slots(batch, block)
         proposal = self._propose(batch, block, plan)
         rows = self._rows(batch, proposal)
-        chain = self._constraints.chain(batch, block, proposal.tokens)
+        chain = self._constraints.chain(batch, block, proposal.tokens, rows)
         verified = verify_block(
             self._target_worker, batch, block, proposal.tokens, rows, plan, self._buckets
         )
@@ -181,7 +182,7 @@ class DFlashWorker(BaseSpecWorker):
         """Return the draft's proposals, or none where plain decoding pays better."""
         facts = StepFacts(
             num_requests=len(block.ids),
-            context_tokens=batch.seq_lens_sum,
+            context_tokens=context_tokens(batch, block, host_waits=self._host_waits),
             iteration=batch.forward_iter,
             after_idle=batch.after_idle_gap,
         )

@@ -57,12 +57,25 @@ class Constraints:
     # ---- decode -------------------------------------------------------------------------------
 
     def chain(
-        self, batch: ScheduleBatch, block: Block, proposals: torch.Tensor
+        self, batch: ScheduleBatch, block: Block, proposals: torch.Tensor, rows: Rows
     ) -> GrammarTree | None:
-        """Start copying [anchor, proposals], [n, B], to the host, where something will read it."""
+        """Start copying anchors and proposals to the host, where something will read them.
+
+        As many as the widest request has rows: a grammar walks them one by one.
+
+        Args:
+            batch: the n requests.
+            block: with their anchors.
+            proposals: [n, B-1] int64.
+            rows: those that are verified.
+
+        Returns:
+            [n, W] tokens on their way, W the rows of the widest.
+        """
         if not (batch.has_grammar or needs_history(batch.sampling_info)):
             return None
-        return GrammarTree.from_linear_chain(torch.cat([block.ids[:, :1], proposals], dim=1))
+        verified = proposals[:, : rows.widest - 1]
+        return GrammarTree.from_linear_chain(torch.cat([block.ids[:, :1], verified], dim=1))
 
     def apply(
         self,
@@ -95,7 +108,7 @@ class Constraints:
                 barrier=grammar_barrier,
             )
             if mask is not None:
-                of_blocks = mask.vocab_mask.unflatten(0, (-1, rows.block_size))
+                of_blocks = mask.vocab_mask.unflatten(0, (-1, rows.widest))
                 mask._replace(vocab_mask=rows.take(of_blocks)).apply(out)
         if info.logit_bias is not None:
             add_bias(out, rows, info.logit_bias)

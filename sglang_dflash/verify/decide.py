@@ -10,9 +10,10 @@ from sglang.srt.layers import sampler as sglang_sampler
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.logprob_processor import compute_spec_logprobs
 from sglang.srt.layers.sampler import Sampler
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 from sglang.srt.runtime_context import get_exec
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import TOP_K_ALL
 from sglang.srt.speculative.spec_tp_sync import SpecTpSync, SpecTpSyncSite
 
 from sglang_dflash.corrections import draws_by_rank
@@ -32,10 +33,30 @@ from sglang_dflash.verify.logits import (
 )
 from sglang_dflash.verify.rows import Rows
 
-__all__ = ["Decider", "sampled_rows", "sampling_of"]
+__all__ = ["Decider", "options_of", "sampled_rows", "sampling_of"]
 
 # SGLang's seeded draw sorts, keeps ranks, and makes hashes and noise of 8 bytes.
 _SEEDED_COPIES = 10
+
+
+def options_of(info: SamplingBatchInfo, requests: list[Req]) -> SamplingBatchInfo:
+    """Return a batch's options as if it had had these requests from the start.
+
+    In SGLang what one request asks of all, such as a sort, stays when the request has left.
+    """
+    asked = [request.sampling_params for request in requests]
+    sampled = [params for params in asked if params.top_k != 1]
+    bounds = [params.top_k for params in sampled]
+    has_bias = any(params.logit_bias is not None for params in asked)
+    return dataclasses.replace(
+        info,
+        is_all_greedy=not sampled,
+        need_top_k_sampling=any(params.top_k != TOP_K_ALL for params in asked),
+        need_top_p_sampling=any(params.top_p != 1.0 for params in asked),
+        need_min_p_sampling=any(params.min_p > 0 for params in asked),
+        max_top_k=max(bounds, default=1) if TOP_K_ALL not in bounds else None,
+        logit_bias=info.logit_bias if has_bias else None,
+    )
 
 
 def sampling_of(info: SamplingBatchInfo) -> Sampling | None:

@@ -181,7 +181,7 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
     """Set the probabilities that top-k, top-p and min-p cut to 0, and scale the rest to sum to 1.
 
     The three share one order; min-p cuts what the others left. Of tokens that tie at the border
-    those stay that the sort puts first.
+    those stay that the sort puts first; on a CPU a greedy row keeps the first of its best by id.
 
     Args:
         out: [M, V] probabilities, changed in place.
@@ -191,9 +191,9 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
         choice among equal probabilities (the sort's) this shares.
     """
     most = None if cuts.max_top_k is None or cuts.max_top_k >= out.shape[1] else cuts.max_top_k
-    step = rows_in_chunk(out, copies=1 + _SORT_COPIES * (most or out.shape[1]) / out.shape[1])
-    limits = (values.split(step) for values in cuts[:3])
-    for part, top_ks, top_ps, min_ps in zip(out.split(step), *limits, strict=True):
+    step = rows_in_chunk(out, copies=2 + _SORT_COPIES * (most or out.shape[1]) / out.shape[1])
+    for rows in _rows_to_sort(out, cuts).split(step):
+        part, (top_ks, top_ps, min_ps) = out[rows], (values[rows] for values in cuts[:3])
         if most is not None:
             values, tokens = part.topk(most, dim=-1, sorted=True)
         else:
@@ -204,7 +204,23 @@ def keep_most_likely(out: torch.Tensor, cuts: Cuts) -> None:
         cut |= values < values[:, :1] * min_ps.unsqueeze(1)
         values.masked_fill_(cut, 0.0)
         values.div_(values.sum(-1, keepdim=True))
-        part.zero_().scatter_(1, tokens, values)
+        out[rows] = part.zero_().scatter_(1, tokens, values)
+
+
+def _rows_to_sort(out: torch.Tensor, cuts: Cuts) -> torch.Tensor:
+    """Return which rows need an order, [m] int64, and cut the greedy ones.
+
+    On a CPU, where a sort takes a hundred times as long as a softmax; a host that looks at a device
+    would wait for it, so there it is all of them.
+    """
+    if not out.is_cpu:
+        return torch.arange(len(out), device=out.device)
+    greedy = cuts.top_ks == 1
+    some = (cuts.top_ks < out.shape[1]) | (cuts.top_ps < 1) | (cuts.min_ps > 0)
+    for row in greedy.nonzero()[:, 0].tolist():
+        best = out[row].argmax()
+        out[row].zero_()[best] = 1.0
+    return (some & ~greedy).nonzero()[:, 0]
 
 
 def keep_by_value(out: torch.Tensor, cuts: Cuts, renorms: Renorms, *, in_turn: bool) -> None:

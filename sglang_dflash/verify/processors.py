@@ -100,8 +100,8 @@ class CustomProcessors:
             batch: the n requests.
             out: [M, V] logits, changed in place.
             rows: which rows they are.
-            chain: [n, B] int64 on the host, anchors and proposals; None where no processor is
-                handed its request.
+            chain: [n, W] int64 on the host, anchors and proposals, W the rows of the widest; None
+                where no processor is handed its request.
         """
         info = batch.sampling_info
         params = _repeated(info.custom_params, rows)

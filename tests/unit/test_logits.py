@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -147,6 +148,32 @@ def test_the_cuts_are_those_of_one_row_alone(
     limits = zip(*(values.tolist() for values in cuts[:3]), strict=True)
     expected = [cut_row(row.tolist(), *limit) for row, limit in zip(probs, limits, strict=True)]
     torch.testing.assert_close(out, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_only_rows_with_a_cut_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request with top-p must not make all rows of a busy step pay for a sort."""
+    sort, sorted_rows = torch.Tensor.sort, []
+
+    def counted(rows: torch.Tensor, **options: Any) -> Any:
+        sorted_rows.extend(rows.tolist())
+        return sort(rows, **options)
+
+    monkeypatch.setattr(torch.Tensor, "sort", counted)
+    everything = 1 << 30
+    cuts = Cuts(
+        torch.tensor([1, everything, 1, everything, everything, 4]),
+        torch.tensor([1.0, 1.0, 0.5, 0.5, 1.0, 1.0]),
+        torch.tensor([0.0, 0.0, 0.0, 0.0, 0.2, 0.0]),
+        None,
+    )
+    probs = torch.softmax(torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(1)), -1)
+    probs[2] = probs[2].round(decimals=1)  # its best tie
+    out = probs.clone()
+    keep_most_likely(out, cuts)
+    assert sorted_rows == [row.tolist() for row in probs[3:]]
+    assert torch.equal(out[1], probs[1])
+    for row in (0, 2):
+        assert out[row].tolist() == [float(token == probs[row].argmax()) for token in range(VOCAB)]
 
 
 def value_kept(probs: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

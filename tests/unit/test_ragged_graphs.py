@@ -12,7 +12,7 @@ import torch
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner
 from sglang.srt.platforms import current_platform
 
-from sglang_dflash import plugin
+from sglang_dflash import defaults, plugin
 from sglang_dflash.options import Options
 
 MODE = "SGLANG_RAGGED_VERIFY_MODE"
@@ -85,5 +85,5 @@ def test_only_our_worker_that_plans_on_the_device_verifies_ragged(
 def test_a_gpu_says_what_has_been_seen_on_cpus_only(
     deterministic: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plugin._warn_of_other_kernels(SimpleNamespace(enable_deterministic_inference=deterministic))
+    defaults.warn_of_other_kernels(SimpleNamespace(enable_deterministic_inference=deterministic))
     assert ("tested on CPUs" in caplog.text) == deterministic
