@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.token_map import own_token_map, write_token_map
+from sglang_dflash.training.earlier import named_as_start
 from sglang_dflash.training.settings import SettingsError
 from sglang_dflash.training.whole_file import whole_file
 
@@ -123,7 +124,8 @@ def known_tokens(seen: torch.Tensor, earlier: str | None) -> torch.Tensor | None
     """
     if earlier is None:
         return seen
-    own = own_token_map(draft_folder(earlier))
+    with named_as_start():
+        own = own_token_map(draft_folder(earlier))
     return None if own is None else torch.cat([seen, own]).unique()
 
 

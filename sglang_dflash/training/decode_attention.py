@@ -45,7 +45,7 @@ def decode_attention(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return the attention's output, of a single query row by two products over its KV heads.
+    """Return the attention's output, that of a single query row with its KV heads as the heads.
 
     Args:
         module: The target's attention layer.
@@ -65,10 +65,9 @@ def decode_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, **options
         )
-    grouped = query.view(len(query), key.shape[1], -1, query.shape[-1])  # [n, kv, g, D]
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = (grouped * scale) @ key.transpose(-1, -2)
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, float("-inf"))
-    probs = torch.softmax(scores, dim=-1, dtype=torch.float32).to(value.dtype)
-    return (probs @ value).reshape(len(query), 1, -1, query.shape[-1]), None
+    # Heads that share a KV head are the rows of one product, so that its keys are read once.
+    grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])  # [n, kv, g, D]
+    output = torch.nn.functional.scaled_dot_product_attention(
+        grouped, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return output.reshape(len(query), 1, -1, query.shape[-1]), None

@@ -6,7 +6,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from transformers import DynamicCache
 
 from sglang_dflash.training.captured import (
     Capture,
@@ -16,6 +15,7 @@ from sglang_dflash.training.captured import (
     captured_features,
     likely_tokens,
 )
+from sglang_dflash.training.decode_cache import decode_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,7 +40,7 @@ class DecodingBatch:
         self._target = target
         self._keep = keep
         self._generator = generator
-        self._cache = DynamicCache()
+        self._cache = decode_cache()
         self._prompts = [list(prompt) for prompt in prompts]
         self._temperatures = torch.tensor(temperatures, dtype=torch.float32)
         self._top_k = top_k

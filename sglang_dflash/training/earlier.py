@@ -4,18 +4,21 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.draft.checkpoint import read_draft_config
-from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.errors import UnsupportedCheckpoint, draft_given_as
 from sglang_dflash.training.settings import NEW_DRAFT, DraftSettings, SettingsError
 
 if TYPE_CHECKING:
     from sglang_dflash.draft.config import DraftConfig
 
 __all__ = ["check_alike", "earlier_sizes", "named_as_start", "read_earlier", "settled"]
+
+logger = logging.getLogger(__name__)
 
 # What may change between a draft and one that goes on from it: no weight depends on it.
 _FREE_OF_THE_START = frozenset(
@@ -24,7 +27,6 @@ _FREE_OF_THE_START = frozenset(
     # What a row sees has no weights: a trained draft loses little to a window, and learns it.
     | {"sliding_windows", "causal"}
 )
-_SERVERS_OPTION = "--speculative-draft-model-path "  # begins what is said of a checkpoint
 # What a draft may get that goes on from one without.
 _ADDED = frozenset({"selector_rank", "conv_kernel_size", "conv_group_size"})
 
@@ -41,6 +43,14 @@ def read_earlier(settings: DraftSettings) -> DraftConfig | None:
         earlier = read_draft_config(settings.init_from_draft)
     stated = {name: value for name, value in vars(settings).items() if value is not None}
     check_alike(stated, earlier, settings.init_from_draft)
+    added = (settings.num_layers or earlier.num_layers) - earlier.num_layers
+    if added:
+        logger.info(
+            "%d layers are added to the %d of %s",
+            added,
+            earlier.num_layers,
+            settings.init_from_draft,
+        )
     return earlier
 
 
@@ -52,10 +62,10 @@ def named_as_start() -> Iterator[None]:
         SettingsError: in place of UnsupportedCheckpoint.
     """
     try:
-        yield
+        with draft_given_as("draft.init_from_draft"):
+            yield
     except UnsupportedCheckpoint as error:
-        reason = str(error).removeprefix(_SERVERS_OPTION)
-        raise SettingsError(f"draft.init_from_draft {reason}") from error
+        raise SettingsError(str(error)) from error
 
 
 def settled(settings: DraftSettings, earlier: DraftConfig | None) -> DraftSettings:
@@ -123,7 +133,7 @@ def check_alike(own: Mapping[str, Any], earlier: DraftConfig, folder: str) -> No
     differing = [
         name
         for name, value in found.items()
-        if name in own and own[name] != value and not _may_change(name, found)
+        if name in own and own[name] != value and not _may_change(name, own[name], found)
     ]
     if not differing:
         return
@@ -137,8 +147,10 @@ def check_alike(own: Mapping[str, Any], earlier: DraftConfig, folder: str) -> No
     raise SettingsError(f"draft.init_from_draft: {folder} has another {said}: {way_out}")
 
 
-def _may_change(name: str, found: dict[str, Any]) -> bool:
+def _may_change(name: str, value: Any, found: dict[str, Any]) -> bool:
     """Whether a draft with another value may go on from one with these."""
+    if name == "num_layers":  # more of them can begin without effect
+        return value > found[name]
     if name == "vocab_size":  # codebooks have a row for each token
         return not found["selector_rank"]
     if name == "mask_token_id":

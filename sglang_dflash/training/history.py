@@ -59,18 +59,20 @@ class History:
         """Keep figures, `step` among them."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(entry) + "\n")
-        held_out = entry["held_out"]
+        held_out, learnt = entry["held_out"], entry["learnt"]
         if not self._bar.disable:
             shown = " ".join(f"{share:.2f}" for share in held_out["accuracy"][:7])
             self._bar.write(
                 f"step {entry['step']}: loss {entry['loss']:.3f}, held-out tau "
-                f"{held_out['tau']:.3f}, right by position {shown}"
+                f"{held_out['tau']:.3f}, of learnt texts {learnt['tau']:.3f}, "
+                f"right by position {shown}"
             )
         if self._board is not None:
             for name in ("loss", "learning_rate"):
                 self._board.add_scalar(name, entry[name], entry["step"])
-            for name in ("tau", "tau_sampled"):
-                self._board.add_scalar(f"held_out/{name}", held_out[name], entry["step"])
+            for group in ("held_out", "learnt"):
+                for name in ("tau", "tau_sampled"):
+                    self._board.add_scalar(f"{group}/{name}", entry[group][name], entry["step"])
             for k, share in enumerate(held_out["accuracy"], 1):
                 self._board.add_scalar(f"held_out/accuracy_{k}", share, entry["step"])
 

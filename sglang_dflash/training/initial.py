@@ -11,6 +11,7 @@ from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.checks import check_target
 from sglang_dflash.draft.config import DraftConfig, build_target_layer_ids
 from sglang_dflash.draft.rope import RopeSettings
+from sglang_dflash.errors import draft_given_as
 from sglang_dflash.hf.draft import load_draft
 from sglang_dflash.training.earlier import (
     check_alike,
@@ -34,6 +35,7 @@ _LEAST_STD = 0.02
 _MADE_NEUTRAL = ("_codebook", ".base_kernel", ".kernel_projection.weight")
 
 
+@draft_given_as(None)
 def draft_config_json(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -91,6 +93,7 @@ def draft_config_json(
         target_vocab_size=vocab_size,
         target_num_layers=num_layers,
         tp_size=1,
+        target="TARGET",
     )
     return config
 
@@ -158,7 +161,7 @@ def continued_draft(config: dict[str, Any], folder: str, *, seed: int) -> BlockD
 
     Args:
         config: From `draft_config_json`; block size, windows and a selector's candidates may
-            be others, and it may add DFlash2's parts.
+            be others, and it may add layers and DFlash2's parts, which begin without effect.
         folder: Of the earlier draft, or its Hub id.
         seed: Of the parts that are new.
 
@@ -171,9 +174,16 @@ def continued_draft(config: dict[str, Any], folder: str, *, seed: int) -> BlockD
     draft = _noise_draft(config, seed)
     check_alike(vars(draft.config), earlier.config, folder)
     draft.load_state_dict(draft.state_dict() | earlier.state_dict())
+    with torch.no_grad():
+        for layer in draft.layers[len(earlier.layers) :]:
+            layer.load_state_dict(earlier.layers[-1].state_dict(), strict=False)
+            for writes in layer.self_attn.o_proj, layer.mlp.down_proj:
+                for weight in writes.parameters():
+                    weight.zero_()
     return draft
 
 
+@draft_given_as(None)
 def _noise_draft(config: dict[str, Any], seed: int) -> BlockDraft:
     """Return a float32 draft of noise, DFlash2's parts without effect."""
     draft = BlockDraft(DraftConfig.from_dict(config, source="the new draft"))

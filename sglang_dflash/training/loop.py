@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Trainer", "learning_rate"]
 
+_LEARNT_TEXTS = 16  # enough to tell a draft that knows its texts by heart
+
 
 class Trainer:
     """One run: what it needs, and where it stands."""
@@ -74,7 +76,10 @@ class Trainer:
         self._loss = BlockLoss(self._draft, embedding, head, train, vocabulary)
         self._optimizer = Optimizers(self._draft.named_parameters(), train)
         self._order = Order(corpus, train.texts_per_batch, train.seed)
-        self._measured = corpus.split(held_out=True)[: train.eval_texts]
+        self._measured = {
+            "held_out": corpus.split(held_out=True)[: train.eval_texts],
+            "learnt": corpus.split(held_out=False)[: min(train.eval_texts, _LEARNT_TEXTS)],
+        }
 
     def run(
         self,
@@ -175,7 +180,12 @@ class Trainer:
 
     def _figures(self, step: int, metrics: dict[str, Any], seconds: float) -> dict[str, Any]:
         block_size = self._config["block_size"]
-        held_out = measure(self._loss, self._head, self._corpus, self._measured, block_size)
+        measured = {
+            name: dataclasses.asdict(
+                measure(self._loss, self._head, self._corpus, numbers, block_size)
+            )
+            for name, numbers in self._measured.items()
+        }
         train = self._settings.train
         return {
             "step": step,
@@ -183,7 +193,7 @@ class Trainer:
             "learning_rate": learning_rate(
                 step - 1, train.steps, train.learning_rate, train.warmup_share
             ),
-            "held_out": dataclasses.asdict(held_out),
+            **measured,
             "seconds": round(seconds, 1),
         }
 

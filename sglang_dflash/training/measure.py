@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Acceptance on held-out texts, as a decoder would see it."""
+"""Acceptance on given texts, as a decoder would see it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from sglang_dflash.training.objective import BlockLoss
     from sglang_dflash.training.shards import Corpus
 
-__all__ = ["HeldOut", "decoding_walk", "measure"]
+__all__ = ["Acceptance", "decoding_walk", "measure"]
 
 _ANCHORS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
-class HeldOut:
-    """Figures of held-out texts.
+class Acceptance:
+    """Figures of some texts.
 
     Attributes:
         tau: Acceptance length over greedy answers (all answers where none is greedy): tokens per
@@ -48,7 +48,7 @@ class HeldOut:
 @torch.no_grad()
 def measure(
     loss: BlockLoss, head: torch.Tensor, corpus: Corpus, numbers: Sequence[int], block_size: int
-) -> HeldOut:
+) -> Acceptance:
     """Return the draft's acceptance on some texts, over the whole vocabulary.
 
     Args:
@@ -70,7 +70,7 @@ def measure(
         for group in ("sampled" if info.temperature > 0 else "greedy", f"kind {info.kind}"):
             walks[group].append(walk)
     by_group = {group: _tau(found) for group, found in walks.items()}
-    return HeldOut(
+    return Acceptance(
         by_group.get("greedy", by_group.get("sampled", 0.0)),
         by_group.get("sampled", 0.0),
         {g.removeprefix("kind "): t for g, t in sorted(by_group.items()) if g.startswith("kind ")},

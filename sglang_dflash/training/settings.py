@@ -59,8 +59,8 @@ class DraftSettings:
         conv_group_size: Channels that share a kernel's moving part; 16 in a new draft.
         init_from_target_layers: Start from evenly spread target layers, not from noise.
         init_from_draft: Folder or Hub id of a draft to go on from, which decides what is left
-            open. Block size, windows and `selector_top_k` may differ from its own; parts of
-            DFlash2 that it lacks begin without effect.
+            open. Block size, windows and `selector_top_k` may differ from its own; layers and
+            parts of DFlash2 that it lacks begin without effect.
     """
 
     num_layers: int | None = None
@@ -196,8 +196,8 @@ class LoopSettings:
         short_block_size: B of the short blocks, with as many more anchors; 0 has none.
         short_block_share: Share of the steps with short blocks.
         checkpoint_every: Steps between resumable states.
-        eval_every: Steps between measurements on held-out texts.
-        eval_texts: Held-out texts measured.
+        eval_every: Steps between measurements.
+        eval_texts: Held-out texts measured, and at most 16 learnt ones.
         dtype: Of the matrix products; masters and optimizer are float32.
         seed: Of initial weights, order and anchors.
     """

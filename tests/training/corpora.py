@@ -26,6 +26,7 @@ __all__ = [
 HIDDEN, NUM_FEATURES, VOCAB = 24, 2, 50
 _CONFIG = {
     "architectures": ["DFlashDraftModel"],
+    "model_type": "qwen3",
     "hidden_size": HIDDEN,
     "intermediate_size": 40,
     "num_hidden_layers": 2,

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from corpora import DFLASH2, HIDDEN, NUM_FEATURES
 
+from sglang_dflash.hf import DraftContext, HFDraft
 from sglang_dflash.training.anchors import visible_rows
 
-__all__ = ["ANCHORS", "BLOCK", "CONFIGS", "LENGTH", "MUTANTS", "TOLERANCE", "inputs"]
+__all__ = ["ANCHORS", "BLOCK", "CONFIGS", "LENGTH", "MUTANTS", "TOLERANCE", "by_decoding", "inputs"]
 
 # Sums of different lengths group differently, so that the last bits may differ.
 TOLERANCE = 1e-12
@@ -92,3 +93,17 @@ MUTANTS = {
     "lets blocks see each other": _lets_blocks_see_each_other,
     "is causal in the block": _is_causal_in_the_block,
 }
+
+
+def by_decoding(
+    draft: HFDraft, features: torch.Tensor, embeddings: torch.Tensor, anchor: int
+) -> torch.Tensor:
+    """Return a block's states as a decoder makes them, its context injected in two pieces."""
+    context: DraftContext | None = None
+    for first, last in ((0, anchor // 2), (anchor // 2, anchor)):
+        if first == last:
+            continue
+        piece = draft.inject(features[:, first:last], torch.arange(first, last))
+        context = piece if context is None else context.extended(piece)
+    assert context is not None
+    return draft(embeddings, torch.arange(anchor, anchor + BLOCK), context)

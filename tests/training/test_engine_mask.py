@@ -8,9 +8,9 @@ are written. It stands as a decode step leaves it: the features of all tokens be
 injected, and those of a block's length after it too, for a verify step injects refused rows.
 
 * **Values**: all rows of all blocks agree to rounding; sums run in another order.
-* **Sets**: in one layer, each feature and each row is changed in turn. The rows whose output then
-  differs in any bit are the rows that see it. They are the same on both sides, without a
-  tolerance, and are those that the rule says.
+* **Sets**, of the reference's decoding too: in one layer, each feature and each row is changed in
+  turn. The rows whose output then differs in any bit are the rows that see it. They are the same on
+  all sides, without a tolerance, and are those that the rule says.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 from corpora import config_of, random_draft
-from masks import ANCHORS, BLOCK, CONFIGS, LENGTH, MUTANTS, TOLERANCE, inputs
+from masks import ANCHORS, BLOCK, CONFIGS, LENGTH, MUTANTS, TOLERANCE, by_decoding, inputs
 
 pytest.importorskip("sglang")
 
@@ -258,6 +258,21 @@ def test_a_row_sees_the_same_keys_in_training_and_in_the_engine(
     in_the_engine = what_is_seen(EngineDraft(draft, monkeypatch).states)
     assert torch.equal(seen_in_training(draft), in_the_engine)
     assert torch.equal(in_the_engine, what_the_rule_says(draft))
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+@torch.no_grad()
+def test_a_row_sees_the_same_keys_in_training_and_in_the_reference(changes: dict[str, Any]) -> None:
+    draft = random_draft(config_of(**ONE_LAYER, **changes)).double()
+
+    def states(features: Any, embeddings: Any, anchors: Any) -> torch.Tensor:
+        blocks = [
+            by_decoding(draft, features[[t]], embeddings[[t], b], int(anchors[t, b]))
+            for t, b in (anchors >= 0).nonzero().tolist()
+        ]
+        return torch.cat(blocks)
+
+    assert torch.equal(seen_in_training(draft), what_is_seen(states))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS.values(), ids=MUTANTS)

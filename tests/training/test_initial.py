@@ -55,7 +55,8 @@ def test_the_config_is_the_targets_with_the_settings(target: Any, tokenizer: Any
 
 def test_layers_that_cannot_be_captured_are_refused(target: Any, tokenizer: Any) -> None:
     settings = DraftSettings(num_layers=2, target_layer_ids=(0, 3))
-    with pytest.raises(UnsupportedCheckpoint, match="cannot be captured"):
+    words = r"^the new draft does not fit TARGET:\n- .* cannot be captured"
+    with pytest.raises(UnsupportedCheckpoint, match=words):
         draft_config_json(target, tokenizer, settings)
 
 
@@ -105,7 +106,7 @@ def test_a_draft_goes_on_from_an_earlier_one(target: Any, tokenizer: Any, qwen3_
         assert draft.config.sliding_windows[0] == changes.get("sliding_window")
         for name, weight in weights.items():
             assert torch.equal(draft.state_dict()[name], weight), name
-    config = draft_config_json(target, tokenizer, DraftSettings(num_layers=3))
+    config = draft_config_json(target, tokenizer, DraftSettings(num_layers=1))
     with pytest.raises(SettingsError, match="another num_layers"):
         continued_draft(config, folder, seed=0)
     config = config | {"num_hidden_layers": 2, "hidden_size": 32}
@@ -157,7 +158,7 @@ def test_what_is_left_open_is_as_the_earlier_draft_has_it(
 @pytest.mark.parametrize(
     ("stated", "message"),
     [
-        ({"num_layers": 3}, r"another num_layers \(2, now 3\): leave"),
+        ({"num_layers": 1}, r"another num_layers \(2, now 1\): leave"),
         ({"mask_token_id": 8}, "another mask_token_id"),
         ({"target_layer_ids": (0, 1)}, "another target_layer_ids"),
         ({"intermediate_size": 32}, "another intermediate_size"),
@@ -187,6 +188,34 @@ def test_the_bundled_recipe_goes_on_from_the_bundled_draft() -> None:
     assert settled(settings, read_earlier(settings)) == dataclasses.replace(
         settled(stated, None), init_from_draft=str(bundled_draft())
     )
+
+
+@pytest.mark.parametrize("kind", ["qwen3_pair", "windowed_pair"])
+def test_added_layers_begin_without_effect(
+    kind: str, tokenizer: Any, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = request.getfixturevalue(kind)
+    settings = DraftSettings(init_from_draft=str(pair.draft), num_layers=4)
+    with caplog.at_level("INFO", "sglang_dflash"):
+        start = read_earlier(settings)
+    assert f"2 layers are added to the 2 of {pair.draft}" in caplog.text
+    target = AutoModelForCausalLM.from_pretrained(pair.target, dtype=torch.float32)
+    config = draft_config_json(target, tokenizer, settings, start)
+    draft, before = continued_draft(config, str(pair.draft), seed=0), load_draft(pair.draft)
+    assert len(draft.layers) == 4
+    context, rows = torch.randn(1, 40, draft.fc.in_features), torch.randn(1, 8, 64)
+    earlier, grown = (
+        each(rows, torch.arange(40, 48), each.inject(context, torch.arange(40)))
+        for each in (before, draft)
+    )
+    assert torch.equal(grown, earlier)
+    grown.square().sum().backward()
+    for layer in draft.layers[2:]:  # they are not dead, and no noise
+        for name in "self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj":
+            last = before.layers[-1].get_submodule(name).weight
+            assert torch.equal(layer.get_submodule(name).weight, last)
+        assert layer.self_attn.o_proj.weight.grad.any()
+        assert layer.mlp.down_proj.weight.grad.any()
 
 
 def test_parts_of_dflash2_begin_without_effect(

@@ -36,13 +36,14 @@ def test_what_is_left_is_a_checkpoint_with_its_history(made: Path) -> None:
     assert recipe["settings"]["draft"]["block_size"] == MADE_BLOCK
 
 
-def test_held_out_tau_is_that_of_decoding(made: Path, llama_pair: Pair) -> None:
+@pytest.mark.parametrize("group", ["held_out", "learnt"])
+def test_tau_is_that_of_decoding(group: str, made: Path, llama_pair: Pair) -> None:
     """The figure of training, and of the reference decoder on the same texts."""
     target = AutoModelForCausalLM.from_pretrained(llama_pair.target, dtype=torch.float32).eval()
     draft = load_draft(made)
     corpus = Corpus(made / "training" / "data")
     committed = steps = 0
-    for number in corpus.split(held_out=True)[:8]:
+    for number in corpus.split(held_out=group == "held_out")[:8]:
         text = corpus.read(number)
         new = len(text.tokens) - text.start
         generation = spec_generate(
@@ -56,7 +57,7 @@ def test_held_out_tau_is_that_of_decoding(made: Path, llama_pair: Pair) -> None:
         assert list(generation.tokens) == text.tokens[text.start :].tolist()
         committed += new - 1
         steps += len(generation.acceptance_lengths)
-    assert history_of(made)[-1]["held_out"]["tau"] == pytest.approx(committed / steps, rel=0.02)
+    assert history_of(made)[-1][group]["tau"] == pytest.approx(committed / steps, rel=0.02)
 
 
 def test_a_finished_run_is_not_overwritten(
@@ -209,13 +210,19 @@ def test_a_bad_file_is_named_before_the_target_is_loaded(
 def test_a_bad_earlier_draft_is_named_by_its_setting(
     llama_pair: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone, empty = tmp_path / "gone", tmp_path / "empty"
+    gone, empty, other = (tmp_path / name for name in ("gone", "empty", "other"))
     empty.mkdir()
-    for folder, found in (gone, "found nothing there"), (empty, "no config.json"):
+    other.mkdir()
+    shutil.copy(llama_pair.target / "config.json", other)  # which is no draft's
+    for folder, found in (
+        (gone, "found nothing there"),
+        (empty, "no config.json"),
+        (other, "not a plain DFlash or DFlash2 draft"),
+    ):
         assert train(llama_pair.target, tmp_path / "draft", "--init-from-draft", folder) == 2
         said = capsys.readouterr().err
         assert f"draft.init_from_draft {folder}: {found}" in said
-        assert "--speculative-draft-model-path" not in said
+        assert "-model-path" not in said  # ends a server's options
 
 
 def test_the_log_is_shown_unless_quiet_is_asked_for(

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 from corpora import config_of, random_draft
-from masks import ANCHORS, BLOCK, CONFIGS, LENGTH, MUTANTS, TOLERANCE, inputs
+from masks import ANCHORS, CONFIGS, LENGTH, MUTANTS, TOLERANCE, by_decoding, inputs
 
 import sglang_dflash.training.model
-from sglang_dflash.hf import DraftContext, HFDraft
 from sglang_dflash.training.model import BlockDraft
 
 
@@ -20,20 +19,6 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms and rotations compute in float32; here they shall not hide what the mask does."""
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
     monkeypatch.setattr(sglang_dflash.training.model, "_GROUP_ROWS", 15)
-
-
-def by_decoding(
-    draft: HFDraft, features: torch.Tensor, embeddings: torch.Tensor, anchor: int
-) -> torch.Tensor:
-    """Return a block's states as a decoder makes them, its context injected in two pieces."""
-    context: DraftContext | None = None
-    for first, last in ((0, anchor // 2), (anchor // 2, anchor)):
-        if first == last:
-            continue
-        piece = draft.inject(features[:, first:last], torch.arange(first, last))
-        context = piece if context is None else context.extended(piece)
-    assert context is not None
-    return draft(embeddings, torch.arange(anchor, anchor + BLOCK), context)
 
 
 @torch.no_grad()
