@@ -11,6 +11,7 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', (ROOT / "sglang_dflash/__init__.py").read_text(), re.MULTILINE
 ).group(1)
 
+# SGLang 0.5.23 brings gguf, and through FlashInfer tabulate: the demo runs without this extra too.
 DEMO = ["gguf>=0.17", "pip>=25.1", "tabulate>=0.9"]
 TEST = [
     *DEMO,
@@ -32,7 +33,8 @@ setup(
     long_description=(ROOT / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    python_requires=">=3.11",
+    # outlines_core 0.1.26, which SGLang 0.5.23 comes down to, has no wheel for 3.13.
+    python_requires=">=3.11,<3.13",
     packages=find_packages(include=["sglang_dflash", "sglang_dflash.*"]),
     package_data={"sglang_dflash": ["assets/*/*", "training/recipes/*.yaml"]},
     install_requires=["sglang==0.5.23"],
@@ -44,7 +46,9 @@ setup(
     },
     classifiers=[
         "License :: OSI Approved :: Apache Software License",
+        "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
     ],
 )

@@ -20,7 +20,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from bench.traced import Load, arguments, manifest, traced_engine
+from bench.traced import Load, arguments, parsed, traced_engine
 from sglang_dflash.budget.calibration import Calibrator, observed
 from sglang_dflash.budget.reliability import Reliability, reliability
 from sglang_dflash.trace import Trace
@@ -138,12 +138,12 @@ def plot(rows: list[dict[str, Any]]) -> Figure:
 
 def main() -> None:
     """Run, print, store and draw."""
-    parser = arguments(__doc__, "cpu-calibration")
+    parser = arguments(__doc__)
     parser.add_argument("--concurrency", type=int, default=2)
     parser.add_argument("--early", type=int, help="steps; default 100, 40 if quick")
     parser.add_argument("--late", type=int, help="from this step on; default 2000, 150 if quick")
     parser.add_argument("--more", type=int, help="steps after these; default 600, 60 if quick")
-    args = parser.parse_args()
+    args = parsed(parser, "cpu-calibration")
     for name, quick, full in (("early", 40, 100), ("late", 150, 2000), ("more", 60, 600)):
         if getattr(args, name) is None:
             setattr(args, name, quick if args.quick else full)
@@ -155,7 +155,7 @@ def main() -> None:
         trace = engine.trace()
     rows = rows_of(trace, args)
     print(table(rows))
-    result = manifest() | {"concurrency": args.concurrency, "steps": len(trace.steps)}
+    result = engine.manifest | {"concurrency": args.concurrency, "steps": len(trace.steps)}
     args.out.with_suffix(".json").write_text(json.dumps(result | {"curves": rows}, indent=1))
     plot(rows).savefig(args.out.with_suffix(".png"), dpi=120)
 

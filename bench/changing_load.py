@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from tqdm import tqdm
 
-from bench.traced import Load, arguments, manifest, traced_engine
+from bench.traced import Load, arguments, parsed, traced_engine
 
 WINDOW = 20  # steps
 TOLERANCE, LEAST_TOLERANCE = 0.25, 0.5  # of the rows a request, and in rows
@@ -156,9 +156,9 @@ def _mark(panels: tuple[Axes, ...], starts: list[int], rows: list[dict[str, Any]
 
 def main() -> None:
     """Run, print, store and draw."""
-    parser = arguments(__doc__, "cpu-changing-load")
+    parser = arguments(__doc__)
     parser.add_argument("--concurrency", type=int, default=32, help="of the second phase")
-    args = parser.parse_args()
+    args = parsed(parser, "cpu-changing-load")
     plans = phases(args)
     with traced_engine(args) as engine:
         engine.serve(Load(1, ("maths",)))
@@ -169,7 +169,7 @@ def main() -> None:
     data = columns(steps)
     rows = summarise(data, starts, [phase.name for phase in plans])
     print(table(rows))
-    result = manifest() | {
+    result = engine.manifest | {
         "block_size": trace.block_size, "phases": rows, "starts": starts, "steps": data,
     }  # fmt: skip
     args.out.with_suffix(".json").write_text(json.dumps(result))

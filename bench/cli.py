@@ -9,16 +9,14 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
 
-from bench.config import Recipe, load_recipe
+from bench.config import load_recipe
 from bench.errors import BenchError
+from bench.places import dated
 
 __all__ = ["main"]
-
-RESULTS = Path(__file__).parent / "results"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -77,7 +75,7 @@ def _sweep(args: argparse.Namespace) -> int:
     from bench.report import write_report
     from bench.sweep import run_sweep
 
-    out = args.resume or args.out or _default_folder(recipe, quick=args.quick)
+    out = args.resume or args.out or dated(recipe.name, quick=args.quick)
     command = f"python -m bench sweep {args.recipe}{' --quick' if args.quick else ''}"
     try:
         complete = run_sweep(recipe, args.recipe.parent, out, resume=args.resume is not None)
@@ -116,11 +114,6 @@ def _offline(args: argparse.Namespace) -> int:
     recipe = load_recipe(args.recipe, quick=args.quick)
     print(run_offline(recipe, args.recipe.parent, args.out))
     return 0
-
-
-def _default_folder(recipe: Recipe, *, quick: bool) -> Path:
-    day = datetime.now(UTC).strftime("%Y-%m-%d")
-    return RESULTS / f"{day}-{recipe.name}{'-quick' if quick else ''}"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -88,10 +88,13 @@ def run_load(
         return asyncio.run(_watched(target, rows, level, load, chunks))
 
 
-def flush_cache(server: Server) -> None:
+def flush_cache(server: Server) -> bool:
     """Empty the server's prefix cache, so that no point profits from one before it.
 
-    vLLM has that call in its development mode only; there a server without it goes unflushed.
+    vLLM has that call in its development mode only (`VLLM_SERVER_DEV_MODE=1`).
+
+    Returns:
+        Whether it is empty; False for a server other than SGLang's that refuses.
 
     Raises:
         BenchError: an SGLang server refuses.
@@ -103,6 +106,8 @@ def flush_cache(server: Server) -> None:
         if server.sglang:
             server.require_alive()
             raise BenchError(f"{server.name}: cannot flush the cache: {error}") from error
+        return False
+    return True
 
 
 @contextlib.contextmanager
@@ -236,7 +241,8 @@ def record_of(
         e2e_s=round(output.latency, 5),
         prompt_tokens=output.prompt_len,
         output_tokens=tokens if error is None else 0,
-        chunk_s=tuple(round(at - output.start_time, 4) for at, _ in chunks),
+        # as fine as e2e_s: rounded up past the answer's end, a chunk would fall out of the window
+        chunk_s=tuple(round(at - output.start_time, 5) for at, _ in chunks),
         chunk_tokens=tuple(count or 0 for _, count in chunks),
         text_sha256=hashlib.sha256(output.generated_text.encode()).hexdigest()[:16],
         steps=steps,

@@ -11,7 +11,7 @@ from typing import Any
 from bench.machine import describe_machine, git_state, shareable, versions
 from bench.promptsets import PromptSets
 
-__all__ = ["describe_run", "now", "weights_of"]
+__all__ = ["describe_models", "describe_run", "now", "weights_of"]
 
 WEIGHTS = (".safetensors", ".bin", ".gguf", ".pt")  # a draft's token map is a .pt
 
@@ -25,9 +25,20 @@ def describe_run(models: dict[str, str], prompts: PromptSets) -> dict[str, Any]:
     """
     return {
         "started": now(), "git": git_state(), "versions": versions(), "machine": describe_machine(),
-        "models": {name: shareable(place) for name, place in models.items()},
-        "weights": weights_of(models), "datasets": prompts.manifest(),
+        **describe_models(models), "datasets": prompts.manifest(),
     }  # fmt: skip
+
+
+def describe_models(models: dict[str, str]) -> dict[str, Any]:
+    """Return where the models of a run lie, and which weights they have as it begins.
+
+    Args:
+        models: Folder or hub name by the model's name.
+    """
+    return {
+        "models": {name: shareable(place) for name, place in models.items()},
+        "weights": weights_of(models),
+    }
 
 
 def weights_of(models: dict[str, str]) -> dict[str, dict[str, Any]]:

@@ -27,8 +27,14 @@ class Window(NamedTuple):
 def steady_window(requests: Sequence[RequestRecord], concurrency: int | None) -> Window:
     """Return the span in which the load was what it should be.
 
-    Closed loop: from the moment that all slots are taken to the first answer after which a slot
-    stays empty. SGLang's `find_steady_state_window` looks for the longest span that is never below
+    Closed loop: from the moment that all slots are taken, which is when the last of the first
+    `concurrency` requests is sent, to the first answer after which a slot stays empty. The first
+    prefills are inside, for their answers' tokens are: a window from the first tokens on has fewer
+    prefills than answers, also at concurrency 1, and so favours whatever makes decoding faster.
+    With them it has a few too many, those of the answers that its end cuts off; `measure` has the
+    whole run beside it, with one prefill to an answer.
+
+    SGLang's `find_steady_state_window` looks for the longest span that is never below
     a share of the peak; a closed loop falls one below for a moment at every answer, which cuts that
     span at concurrency 1 to a single request. Open loop, or slots never all taken: from the first
     request to the last answer.

@@ -59,6 +59,7 @@ class PointRecord:
         has_text: False where prompts were random tokens: tau then means nothing.
         finished: UTC time, ISO 8601.
         requests: In the prompts' order.
+        cache_flushed: False where the server refused to empty its prefix cache before the point.
     """
 
     point: Point
@@ -67,6 +68,7 @@ class PointRecord:
     has_text: bool
     finished: str
     requests: tuple[RequestRecord, ...]
+    cache_flushed: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; `from_json` reads it."""

@@ -27,7 +27,8 @@ __all__ = ["write_report"]
 DPI = 130
 NOTES = (
     "Output tokens/s is taken in the steady window: all slots busy, or the whole run in an open "
-    "loop. A speed-up is a ratio within one repeat; the range is that of the repeats. Tau is "
+    "loop. A speed-up is a ratio within one repeat; the range is that of the repeats. That of the "
+    "whole run also counts its end, where slots stay empty. Tau is "
     "tokens committed over verify steps, the bonus token included. TPOT is (E2E - TTFT) / "
     "(tokens - 1); the time between chunks is another quantity, for a speculative server sends "
     "several tokens in one. 'same text' counts answers equal to the baseline's; in 16-bit floats "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of compare.py: one SGLang engine that answers JSON lines on its standard input."""
+"""A child of ratios.py: one SGLang engine that answers JSON lines on its standard input."""
 
 from __future__ import annotations
 

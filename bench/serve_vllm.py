@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A child of compare.py: one vLLM engine, in an environment of its own (--vllm-python)."""
+"""A child of ratios.py: one vLLM engine, in an environment of its own (--vllm-python)."""
 
 from __future__ import annotations
 

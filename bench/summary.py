@@ -84,13 +84,8 @@ def _point(own: Records, base: Records, *, greedy: bool) -> dict[str, Any]:
     }  # fmt: skip
     for name in SCALARS:
         result[name] = spread(_found(measured, name))
-    ratios = {
-        repeat: measured[repeat]["output_tokens_per_s"] / found["output_tokens_per_s"]
-        for repeat, found in sorted(of_base.items())
-        if found.get("output_tokens_per_s") and measured[repeat].get("output_tokens_per_s")
-    }
-    speedup = spread(list(ratios.values()))
-    result["speedup"] = speedup and {**speedup, "repeats": list(ratios)}
+    result["speedup"] = _speedup(measured, of_base, "output_tokens_per_s")
+    result["whole_run_speedup"] = _speedup(measured, of_base, "whole_run_tokens_per_s")
     for name in LATENCIES:
         found = _found(measured, name)
         keys = found[0] if found else ()
@@ -100,8 +95,22 @@ def _point(own: Records, base: Records, *, greedy: bool) -> dict[str, Any]:
     result["requests"] = sum(m["requests"] for m in measured.values())
     result["memory_bytes"] = max(m["memory_bytes"] for m in measured.values())
     result["memory_kind"] = own[repeats[0]].memory_kind
+    result["cache_flushed"] = all(record.cache_flushed for record in own.values())
     result["identical"] = _identical(own, base) if greedy and own is not base else None
     return result
+
+
+def _speedup(
+    measured: dict[int, dict[str, Any]], base: dict[int, dict[str, Any]], rate: str
+) -> dict[str, Any] | None:
+    """Return the spread of the ratios of `rate` within each repeat, and which repeats they are."""
+    ratios = {
+        repeat: measured[repeat][rate] / found[rate]
+        for repeat, found in sorted(base.items())
+        if found.get(rate) and measured[repeat].get(rate)
+    }
+    speedup = spread(list(ratios.values()))
+    return speedup and {**speedup, "repeats": list(ratios)}
 
 
 def _found(measured: dict[int, dict[str, Any]], name: str) -> list[Any]:

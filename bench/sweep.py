@@ -176,7 +176,7 @@ class _Sweep:
     def _measured(self, point: Point, target: Target) -> PointRecord:
         recipe = self.recipe
         prompts = self.prompts.of(point, num_prompts(recipe.load, point.level))
-        flush_cache(target.server)
+        flushed = flush_cache(target.server)
         lengths = answer_lengths(recipe.load, len(prompts), point.repeat)
         requests = run_load(target, prompts, point.level, recipe.load, lengths=lengths)
         if all(request.error is not None for request in requests):
@@ -189,6 +189,7 @@ class _Sweep:
             has_text=self.prompts.has_text(point.dataset),
             finished=now(),
             requests=tuple(requests),
+            cache_flushed=flushed,
         )
 
     def _restart(self, name: str, stack: contextlib.ExitStack) -> None:
@@ -219,4 +220,5 @@ def _line(record: PointRecord) -> str:
     rate = f"{found['output_tokens_per_s']:9.1f} tokens/s" if "ttft_ms" in found else "no tokens"
     tau = f", tau {1 + found['accepted'] / found['steps']:.2f}" if found["steps"] else ""
     errors = f", {found['errors']} ERRORS" if found["errors"] else ""
-    return f"{record.point.key:<40} {rate}{tau}{errors}"
+    cache = "" if record.cache_flushed else ", PREFIX CACHE NOT EMPTIED"
+    return f"{record.point.key:<40} {rate}{tau}{errors}{cache}"

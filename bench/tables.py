@@ -15,8 +15,9 @@ __all__ = ["Table", "as_markdown", "load_name", "machine_line", "published_table
            "result_tables", "settings_line", "shown_engine"]  # fmt: skip
 
 NOISY = 0.10  # coefficient of variation
-RATES = ("load", "engine", "output tokens/s", "cv", "speed-up (range)", "tokens/s/user", "tau",
-         "rows per step", "same text", "errors", "memory GB")  # fmt: skip
+RATES = ("load", "engine", "output tokens/s", "cv", "speed-up (range)", "of the whole run",
+         "tokens/s/user", "tau", "rows per step", "same text", "errors", "memory GB")  # fmt: skip
+SPEEDUPS = (("Speed-up", "speedup"), ("Speed-up of the whole run", "whole_run_speedup"))
 LATENCIES = ("load", "engine", "TTFT ms p50 / p90 / p99", "TPOT ms p50 / p90 / p99",
              "chunk gap ms p50 / p99", "E2E s p50 / p99")  # fmt: skip
 
@@ -30,14 +31,19 @@ class Table(NamedTuple):
 
 
 def result_tables(runs: list[StoredRun]) -> list[Table]:
-    """Return the speed-ups of all datasets together, and two tables per dataset.
+    """Return the speed-ups of all datasets together, in two tables, and two tables per dataset.
 
     With several runs, their rows stand under each other.
     """
     datasets = dict.fromkeys(point["dataset"] for run in runs for point in run.points)
     tables = []
     if len(datasets) > 1:
-        tables += [_overall(run, runs) for run in runs]
+        tables += [
+            _overall(run, runs, title, key)
+            for run in runs
+            for title, key in SPEEDUPS
+            if any(key in point for point in run.points)  # an older summary has the first only
+        ]
     for dataset in datasets:
         cells = [
             (shown_engine(run, point["engine"], runs), point)
@@ -98,6 +104,29 @@ def _answers(load: Load) -> str:
     return f"exactly {' to '.join(map(str, lengths))} tokens an answer"
 
 
+def _requests(run: StoredRun) -> str:
+    """Return how many requests a point had: fewer than the recipe asks where prompts run out."""
+    counts: dict[str, set[float]] = {}
+    for point in sorted(run.points, key=_load):
+        asked = point["requests"] / point["repeats"]
+        counts.setdefault(load_name(point), set()).add(asked / (point["concurrency"] or 1))
+    shown = (
+        f"{'-'.join(f'{count:.3g}' for count in sorted({min(found), max(found)}))} at {load}"
+        for load, found in counts.items()
+    )
+    closed = " for each under way" if run.recipe.load.concurrency else ""
+    return f"requests{closed}: {', '.join(shown)}"
+
+
+def _unflushed(run: StoredRun) -> list[str]:
+    """Return a warning of the engines that may have had prompts of earlier points in their cache.
+
+    Summaries of runs over SGLang's servers alone may not say so: those do not refuse.
+    """
+    engines = dict.fromkeys(p["engine"] for p in run.points if not p.get("cache_flushed", True))
+    return [f"PREFIX CACHE NOT EMPTIED before points of {', '.join(engines)}"] if engines else []
+
+
 def settings_line(run: StoredRun) -> str:
     """Return what a run asked of its servers."""
     load = run.recipe.load
@@ -106,9 +135,9 @@ def settings_line(run: StoredRun) -> str:
         f"target {run.manifest.get('models', {}).get('target', run.recipe.target)}",
         _answers(load),
         "greedy" if load.temperature == 0 else f"temperature {load.temperature:g}",
-        f"at least {load.min_prompts} requests a point and {load.prompts_per_slot} for each under "
-        "way",
+        _requests(run),
         f"{load.repeats} repeats, {'interleaved' if run.recipe.servers.together else 'in turn'}",
+        *_unflushed(run),
         *(f"{name}={value}" for name, value in threads.items()),
     ]
     return "; ".join(parts)
@@ -121,10 +150,10 @@ def _load(point: dict[str, Any]) -> tuple[float, ...]:
     return (1, point["request_rate"])
 
 
-def _overall(run: StoredRun, runs: list[StoredRun]) -> Table:
+def _overall(run: StoredRun, runs: list[StoredRun], what: str, key: str) -> Table:
     """Return, by load and engine, the geometric mean of the speed-ups over the datasets."""
     found = {
-        (_load(point), point["engine"], point["dataset"]): _by_repeat(run, point["speedup"])
+        (_load(point), point["engine"], point["dataset"]): _by_repeat(run, point.get(key))
         for point in run.points
     }
     engines = [engine.name for engine in run.recipe.engines if engine.name != run.recipe.baseline]
@@ -136,7 +165,7 @@ def _overall(run: StoredRun, runs: list[StoredRun]) -> Table:
             for engine in engines
         )
         rows.append((name, *cells))
-    title = f"Speed-up over {run.recipe.baseline}, geometric mean over the kinds of prompt"
+    title = f"{what} over {run.recipe.baseline}, geometric mean over the kinds of prompt"
     return Table(title if len(runs) == 1 else f"{title}: {run.name}", ("load", *engines), rows)
 
 
@@ -168,6 +197,7 @@ def _rates(engine: str, point: dict[str, Any]) -> tuple[str, ...]:
         _mean(rate, "{:.1f}"),
         "-" if rate is None else _variation(rate),
         _speedup(point["speedup"]),
+        _speedup(point.get("whole_run_speedup")),
         _mean(point["tokens_per_s_per_user"], "{:.1f}"),
         _mean(point["acceptance_length"], "{:.2f}"),
         _mean(point["mean_verify_width"], "{:.1f}"),

@@ -18,7 +18,9 @@ from bench.plan import make_plan, total_seconds
 from bench.strict import build
 from sglang_dflash.strict import plain
 
-CONFIGS = sorted((Path(__file__).parents[2] / "bench/configs").glob("*.yaml"))
+BENCH = Path(__file__).parents[2] / "bench"
+CONFIGS = sorted((BENCH / "configs").glob("*.yaml"))
+STORED = sorted((BENCH / "results").glob("*/manifest.json"))
 ON_GPUS = [path for path in CONFIGS if path.stem.startswith("b200-")]
 MakeRecipe = Callable[..., Path]
 
@@ -87,6 +89,21 @@ def test_quick_without_a_short_form_is_a_mistake(make_recipe: MakeRecipe) -> Non
 def test_a_recipe_survives_its_manifest(path: Path, quick: bool) -> None:
     recipe = load_recipe(path, quick=quick)
     assert build(Recipe, json.loads(json.dumps(plain(recipe))), "manifest") == recipe
+
+
+@pytest.mark.parametrize(
+    "path", [*CONFIGS, *STORED], ids=lambda path: f"{path.parent.name}-{path.stem}"
+)
+def test_no_engine_has_the_name_of_another_worker(path: Path) -> None:
+    """The plugin is called sglang-dflash, so SGLang's own worker is not."""
+    if path.suffix == ".json":
+        recipe = build(Recipe, json.loads(path.read_text())["recipe"], "manifest")
+    else:
+        recipe = load_recipe(path)
+    for engine in recipe.engines:
+        own = engine.env.get("SGLANG_DFLASH_WORKER") == "upstream"
+        assert own == (engine.name == "sglang-own")
+        assert engine.name != "sglang-dflash"
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -49,6 +49,14 @@ def test_the_window_ends_with_the_first_slot_that_stays_empty() -> None:
     assert steady_window(requests, 2) == (0.1, 2.0)
 
 
+def test_a_window_has_a_prefill_to_each_answer_at_one_slot() -> None:
+    """Were the first left out, what makes decoding faster would seem to gain more than it does."""
+    requests = [request(0, 1.0), request(1.0, 1.0)]
+    window = steady_window(requests, 1)
+    assert window.start_s < requests[0].ttft_s
+    assert sum(tokens_in(r, window) for r in requests) / (window.end_s - window.start_s) == 10
+
+
 def test_an_open_loop_or_empty_slots_give_the_whole_run() -> None:
     requests = [request(0), request(5)]
     assert steady_window(requests, None) == (0, 6)
@@ -124,6 +132,16 @@ def test_speed_ups_are_taken_within_a_repeat(recorded_recipe: Recipe) -> None:
     assert point["speedup"]["values"] == pytest.approx([2.0, 2.0])
     assert point["output_tokens_per_s"]["values"] == pytest.approx([20, 10, 10])
     assert point["repeats"] == 3
+
+
+def test_the_whole_run_has_a_speed_up_of_its_own(recorded_recipe: Recipe) -> None:
+    """Two slots; the fast engine's second one idles for the last half of its run."""
+    plain = point_of(request(0, 2.0), request(0, 2.0), concurrency=2)
+    fast = point_of(request(0, 0.5), request(0, 1.0), engine="dflash", concurrency=2)
+    point = by_engine(summarise(recorded_recipe, [plain, fast]))["dflash"]
+    assert point["speedup"]["values"] == pytest.approx([(14 / 0.5) / (20 / 2)])
+    assert point["whole_run_speedup"]["values"] == pytest.approx([(20 / 1) / (20 / 2)])
+    assert point["whole_run_speedup"]["repeats"] == [0]
 
 
 def test_tau_and_width_are_sums_over_sums(recorded_recipe: Recipe) -> None:

@@ -21,7 +21,7 @@ from bench.plan import Point
 from bench.records import PointRecord
 from bench.report import write_report
 from bench.summary import spread
-from bench.tables import as_markdown, published_tables, result_tables
+from bench.tables import as_markdown, published_tables, result_tables, settings_line
 
 MakeRun = Callable[..., RunFolder]
 PICTURES = ("throughput", "speedup", "tau", "positions", "widths", "ttft", "tpot")
@@ -141,18 +141,22 @@ def test_the_speed_ups_of_all_kinds_stand_first(make_run: MakeRun) -> None:
     again = []
     for point in run.points:
         values = [4 * value for value in point["speedup"]["values"]]
-        again.append({**point, "dataset": "more", "speedup": spread(values)})
+        whole_run = spread([value / 2 for value in values])
+        again.append({**point, "dataset": "more", "speedup": spread(values),
+                      "whole_run_speedup": whole_run})  # fmt: skip
     run.points += again
     run.recipe = with_more(run.recipe)
-    whole = result_tables([run])[0]
-    assert whole.header == ("load", "dflash")
+    table, whole_run = result_tables([run])[:2]
+    assert table.header == whole_run.header == ("load", "dflash")
+    assert whole_run.title == f"Speed-up of the whole run{table.title.removeprefix('Speed-up')}"
     (ratios,) = [
         point["speedup"]["values"]
         for point in run.points[: -len(again)]
         if point["engine"] == "dflash" and point["concurrency"] == 1
     ]
     low, high = 2 * min(ratios), 2 * max(ratios)  # sqrt(r * 4 r)
-    assert whole.rows[0] == ("1", f"{(low + high) / 2:.2f} ({low:.2f}-{high:.2f})")
+    assert table.rows[0] == ("1", f"{(low + high) / 2:.2f} ({low:.2f}-{high:.2f})")
+    assert float(whole_run.rows[0][1].split()[0]) == pytest.approx((low + high) / 2**1.5, rel=0.01)
 
 
 def test_a_mean_over_the_kinds_pairs_equal_repeats(
@@ -192,7 +196,8 @@ def test_an_older_summary_without_a_repeat_gives_no_mean(make_run: MakeRun) -> N
     run.recipe = with_more(run.recipe)
     run.points += [{**point, "dataset": "more"} for point in json.loads(json.dumps(run.points))]
     for point in run.points:
-        del point["speedup"]["repeats"]
+        del point["speedup"]["repeats"], point["whole_run_speedup"]
+    assert "of the whole run" not in result_tables([run])[1].title
     assert [row[1] for row in result_tables([run])[0].rows].count("-") == 0
     run.points[1]["speedup"]["values"].pop()
     assert [row[1] for row in result_tables([run])[0].rows].count("-") == 1
@@ -201,8 +206,16 @@ def test_an_older_summary_without_a_repeat_gives_no_mean(make_run: MakeRun) -> N
 def test_a_report_says_what_was_asked(make_run: MakeRun) -> None:
     folder = make_run("run").path
     text = (write_report([folder], folder) / "summary.md").read_text()
-    assert "exactly 16 tokens an answer; greedy; at least 4 requests a point" in text
-    assert "2 repeats, interleaved" in text
+    assert "16 tokens an answer; greedy; requests for each under way: 4 at 1, 2 at 2;" in text
+    assert "2 repeats, interleaved\n" in text  # and no cache that was not emptied
+
+
+def test_requests_are_counted_where_prompts_run_out(make_run: MakeRun) -> None:
+    """The recipe wants three for each under way; there were four prompts."""
+    run = StoredRun(make_run("run").path)
+    load = dataclasses.replace(run.recipe.load, prompts_per_slot=3)
+    run.recipe = dataclasses.replace(run.recipe, load=load)
+    assert "requests for each under way: 4 at 1, 2 at 2;" in settings_line(run)
 
 
 def test_several_runs_stand_side_by_side(make_run: MakeRun, tmp_path: Path) -> None:

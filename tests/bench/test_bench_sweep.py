@@ -22,6 +22,7 @@ from sglang.benchmark.serving import RequestFuncOutput
 
 from bench.cli import main
 from bench.load import Target, record_of
+from bench.measures import steady_window, tokens_in
 from bench.server import Server
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +78,22 @@ def test_a_sweep_measures_all_points(
             assert point["identical"] == {"same": 8, "of": 8}
             assert point["speedup"]["min"] > 1
     assert toys() == []
+
+
+def test_a_cache_that_was_not_emptied_is_noted(
+    make_recipe: MakeRecipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One server has the call that empties it, as vLLM has in its development mode only."""
+    run = tmp_path / "run"
+    load = {"concurrency": [2], "min_prompts": 4, "max_new_tokens": 2, "repeats": 1}
+    recipe = make_recipe({"fast": ["--can-flush"]}, load=load)
+    assert main(["sweep", str(recipe), "--out", str(run)]) == 0
+    flushed = {point["engine"]: point["cache_flushed"] for point in summary_of(run)["points"]}
+    assert flushed == {"plain": False, "fast": True}
+    note = "PREFIX CACHE NOT EMPTIED before points of plain;"
+    assert note in (run / "summary.md").read_text()
+    lines = "".join(capsys.readouterr()).splitlines()
+    assert [line.split(".")[0] for line in lines if line.endswith("CACHE NOT EMPTIED")] == ["plain"]
 
 
 def test_an_open_loop_sends_at_the_asked_rate(make_recipe: MakeRecipe, tmp_path: Path) -> None:
@@ -237,6 +254,16 @@ def test_a_server_that_counts_nothing_is_counted_by_the_tokenizer() -> None:
     target = Target(cast(Server, Asked(sglang=False)), "model", lambda text: len(text.split()))
     assert record_of(0, output, ([(0.1, None)], {}), 0.0, target).output_tokens == 3
     assert record_of(0, output, ([(0.1, 64)], {}), 0.0, target).output_tokens == 64
+
+
+def test_the_last_chunk_is_inside_the_answer() -> None:
+    """Its time to four places would be 0.4470, behind an end at 0.44698."""
+    output = RequestFuncOutput(success=True, latency=0.44698, start_time=7.0)
+    target = Target(cast(Server, Asked(sglang=True)), "model", len)
+    seen: tuple[list[tuple[float, int | None]], dict[str, Any]]
+    seen = [(7.2, 1), (7.44697, 5)], {"completion_tokens": 5}
+    record = record_of(0, output, seen, 7.0, target)
+    assert tokens_in(record, steady_window([record], 1)) == 5
 
 
 def taken_port() -> tuple[socket.socket, int]:

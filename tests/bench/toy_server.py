@@ -19,6 +19,7 @@ ARGUMENTS.add_argument("--token-ms", type=float, default=1, help="time between t
 ARGUMENTS.add_argument("--die-at", type=int, help="end the process at this request")
 ARGUMENTS.add_argument("--die-once", help="... unless this file exists; make it")
 ARGUMENTS.add_argument("--events", help="add a line to this file at the start and at each request")
+ARGUMENTS.add_argument("--can-flush", action="store_true", help="as vLLM in development mode")
 ARGUMENTS.add_argument("--no-start", action="store_true", help="end at once with a message")
 
 
@@ -35,6 +36,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.note("asked")
+        if self.path == "/reset_prefix_cache" and self.options.can_flush:
+            self._begin("application/json")
+            return
         if self.path != "/v1/completions":
             self.send_error(404)
             return
