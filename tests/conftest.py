@@ -22,6 +22,7 @@ import tempfile
 from pathlib import Path
 from typing import Literal
 
+import dying
 import pairs
 import pytest
 import torch
@@ -36,6 +37,11 @@ from sglang_dflash.demo.model import bundled_draft, ensure_target
 
 # The longest first, so that the last of them does not run alone.
 _FIRST = ("test_exactness", "test_startup", "test_server", "test_sampling")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let a dying engine's last words be read though its death ends the process."""
+    dying.capture = config.pluginmanager.getplugin("capturemanager")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -72,7 +78,10 @@ def qwen3_pair(request: pytest.FixtureRequest) -> Pair:
 
 @pytest.fixture(scope="session")
 def windowed_pair(request: pytest.FixtureRequest) -> Pair:
-    """A tiny Llama target whose draft has a sliding window of 16 in its last layer."""
+    """A tiny Llama target whose draft has a sliding window of 16 in its last layer.
+
+    Its weights come with copies of the target's embedding and head.
+    """
     return _kept_pair(request, "llama", sliding_window=16)
 
 

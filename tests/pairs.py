@@ -101,7 +101,8 @@ def make_pair(
         draft_layers: Decoder layers of the draft.
         block_size: B to train the draft at.
         seed: Of everything.
-        sliding_window: Window of the draft's last layer; None makes all layers full.
+        sliding_window: Window of the draft's last layer, whose file then also holds copies of the
+            target's embedding and head; None makes all layers full.
         dflash2: Whether the draft has convolutions and a candidate selector.
     """
     pair = Pair(folder / "target", folder / "draft", block_size)
@@ -127,6 +128,9 @@ def make_pair(
     pair.draft.mkdir(parents=True)
     (pair.draft / "config.json").write_text(json.dumps(config, indent=1))
     weights = {name: tensor.contiguous() for name, tensor in draft.state_dict().items()}
+    if sliding_window is not None:  # so that the suite has a draft with what some trainers save
+        borrowed = {"embed_tokens": target.get_input_embeddings(), "lm_head": target.lm_head}
+        weights |= {f"{name}.weight": part.weight.clone() for name, part in borrowed.items()}
     save_file(weights, pair.draft / "model.safetensors")
     return pair
 

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import torch
+from dying import last_words
 from pairs import PRINTABLE, Pair
 from transformers import AutoTokenizer
 
@@ -61,6 +63,7 @@ class Case:
             `late` a device behind the host chooses which.
         all_seeds: whether every seeded request is asked, or the first three batches.
         token_map: whether the draft proposes from a part of the vocabulary.
+        environment: more of the engine's environment.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Case:
     widths: Literal["whole", "random", "measured", "random late", "measured late"] = "whole"
     all_seeds: bool = False
     token_map: bool = False
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def dflash_options(pair: Pair, block_size: int) -> dict[str, Any]:
@@ -108,30 +112,37 @@ def engine(
     """
     import sglang
 
-    variables, paths = dict(os.environ), list(sys.path)
-    os.environ.update({"SGLANG_DFLASH_BUDGET": "fixed", **(environment or {})})
-    sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # which the engine inherits
-    try:
-        started = sglang.Engine(model_path=str(pair.target), **{**_COMMON, **options})
-    finally:
-        os.environ.clear()
-        os.environ.update(variables)
-        sys.path[:] = paths
-    try:
-        yield started
-    finally:
-        started.shutdown()
-        gc.collect()
+    with last_words(), TemporaryDirectory() as folder:
+        variables, paths = dict(os.environ), list(sys.path)
+        # Its ranks meet in a file: a port may be another's before they bind it. Servers under
+        # test keep to ports. Replicas (dp_size) would need a file each.
+        os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{folder}/ranks"
+        os.environ.update({"SGLANG_DFLASH_BUDGET": "fixed", **(environment or {})})
+        sys.path[:0] = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # the engine inherits it
+        try:
+            started = sglang.Engine(model_path=str(pair.target), **{**_COMMON, **options})
+        finally:
+            os.environ.clear()
+            os.environ.update(variables)
+            sys.path[:] = paths
+        try:
+            yield started
+        finally:
+            started.shutdown()
+            gc.collect()
 
 
 def environment_of(case: Case) -> dict[str, str]:
     """Return the environment that gives a case its widths."""
     if case.widths == "random":
-        return with_test_plugin(DFLASH_RANDOM_WIDTHS="1")
+        return with_test_plugin(DFLASH_RANDOM_WIDTHS="1", **case.environment)
     if case.widths.endswith("late"):
         how = case.widths.removesuffix(" late")
-        return with_test_plugin(DFLASH_LATE=how, SGLANG_DFLASH_BUDGET="measured")
-    return {"SGLANG_DFLASH_BUDGET": "fixed" if case.widths == "whole" else "measured"}
+        return with_test_plugin(
+            DFLASH_LATE=how, SGLANG_DFLASH_BUDGET="measured", **case.environment
+        )
+    budget = "fixed" if case.widths == "whole" else "measured"
+    return {"SGLANG_DFLASH_BUDGET": budget, **case.environment}
 
 
 def with_test_plugin(**variables: str) -> dict[str, str]:

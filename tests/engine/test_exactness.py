@@ -62,8 +62,10 @@ CASES = [
     Case("qwen3, block 3, mixed chunks of 32", "qwen3_pair", 3,
          {"chunked_prefill_size": 32, "enable_mixed_chunk": True}, all_seeds=True),
     # Near-ties are frequent in bfloat16: a logit that depends on its batch changes the text.
+    # Two threads against plain decoding's one; and drafts in every step, worth it or not.
     Case("smollm2, bfloat16, block 8", "smollm2_pair", 8, {"dtype": "bfloat16"},
-         widths="measured"),
+         widths="measured",
+         environment={"OMP_NUM_THREADS": "2", "SGLANG_DFLASH_MIN_WIDTH": "2"}),
     Case("smollm2, bfloat16, block 8, late", "smollm2_pair", 8, {"dtype": "bfloat16"},
          widths="measured late"),
 ]  # fmt: skip
@@ -166,7 +168,8 @@ def test_drafts_are_accepted(served: Served) -> None:
     steps = sum(a.meta.get("spec_verify_ct", 0) for a in answers)
     tokens = sum(len(a.tokens) - 1 for a in answers if a.meta.get("spec_verify_ct"))
     widths = served.case.widths.removesuffix(" late")
-    least = {"whole": 1.25, "random": 1.1, "measured": 1.0}[widths]
+    may_be_plain = widths == "measured" and not served.case.environment
+    least = 1.0 if may_be_plain else {"whole": 1.25, "random": 1.1, "measured": 1.1}[widths]
     assert tokens / steps >= least, "acceptance length"
 
 
@@ -295,10 +298,17 @@ def test_a_weight_update_of_the_target_leaves_the_text_as_it_was(
     served: Served, request: pytest.FixtureRequest
 ) -> None:
     pair = request.getfixturevalue(served.case.pair)
+    flush(served.engine)  # the update refuses where the scheduler is still at its last step
     done, message = served.engine.update_weights_from_disk(str(pair.target))[:2]
     assert done, message
     workload, expected = served.plain["one request"]
     assert ask(served.engine, workload) == expected
+
+
+def test_a_weight_update_of_the_draft_is_refused(served: Served) -> None:
+    done, message = served.engine.begin_weight_update("draft")
+    assert not done
+    assert "keeps the weights it was started with" in message
 
 
 def test_requests_that_cannot_be_exact_are_refused_by_name(served: Served) -> None:

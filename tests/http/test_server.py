@@ -236,7 +236,8 @@ def test_meta_info_tells_acceptance_by_position(server: Server) -> None:
         assert sum(accepted) == meta["spec_num_correct_drafts"] > 0
         assert all(a <= v for a, v in zip(accepted, verified, strict=True))
         assert accepted == sorted(accepted, reverse=True)
-        assert len(set(verified)) > 1  # widths varied
+        steps = meta["spec_cap_lens_histogram"]  # by width; position k is in widths above k
+        assert verified == [sum(steps[k + 1 :]) for k in range(1, len(verified) + 1)]
 
 
 def test_the_openai_api_tells_the_histograms_it_follows_from(server: Server) -> None:

@@ -35,6 +35,7 @@ KNOWS_SGLANG = (
     "verify/decide.py",
     "verify/processors.py",
     "corrections.py",
+    "defaults.py",
     "finish.py",
     "sweep.py",
     "draft/model.py",
@@ -45,6 +46,7 @@ KNOWS_SGLANG = (
     "doctor.py",
     "draft/forward.py",
 )
+SPEAKS_TO_SERVERS = ("errors.py", "plugin.py", "admission.py")  # errors.py: by default
 NEEDS_NO_TORCH = ("draft/config.py", "draft/schema.py", "draft/checks.py", "draft/weights.py")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -146,6 +148,13 @@ def test_only_some_modules_know_sglang(path: Path) -> None:
         assert "sglang" not in imported(parsed(path))
 
 
+@each_module
+def test_the_servers_options_for_models_are_spelt_in_one_place(path: Path) -> None:
+    """What spells them in a message cannot be named as `convert` and `train` were given it."""
+    if name_of(path) not in SPEAKS_TO_SERVERS:
+        assert not re.search(r"--(speculative-draft-)?model-path\b", path.read_text("utf-8"))
+
+
 @pytest.mark.parametrize("name", NEEDS_NO_TORCH)
 def test_checkpoints_are_read_without_torch(name: str) -> None:
     assert "torch" not in imported(parsed(PACKAGE / name))
@@ -187,6 +196,10 @@ def test_no_exception_is_swallowed_wholesale(path: Path) -> None:
 def test_no_path_of_one_machine(path: Path) -> None:
     found = re.findall(r"[\"' (](/(?:work|root|home|Users|mnt)/[^\s\"']*)", path.read_text("utf-8"))
     assert not found
+
+
+def test_a_test_that_hangs_is_ended(pytestconfig: pytest.Config) -> None:
+    assert 0 < float(pytestconfig.getini("timeout")) <= 1800
 
 
 def test_importing_the_package_loads_neither_torch_nor_sglang() -> None:
