@@ -21,6 +21,8 @@ def refusal(request: Any, *, deterministic: bool) -> str | None:
             `top_k == 1` there, which `temperature=0` became.
         deterministic: whether the server draws with seeds (--enable-deterministic-inference).
     """
+    if not request.origin_input_ids:  # SGLang would draw from its neighbour's logits, or die
+        return "The prompt is empty. Send at least one token, such as the model's BOS."
     params = request.sampling_params
     asked = {
         "return_hidden_states": request.return_hidden_states,

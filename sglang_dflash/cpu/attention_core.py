@@ -50,7 +50,8 @@ class PagedRows:
     Attributes:
         req_to_token: [slots of requests, context] int32 page table, one K/V slot per token.
         req_pool_indices: [n] int64, the page-table row of each request.
-        q_lens: n query row counts, each >= 1; rows lie request after request.
+        q_lens: n query row counts; rows lie request after request. Of none: an empty prompt, which
+            SGLang lets in.
         kv_lens: n key counts, each >= the request's `q_lens`; the queries are its last tokens.
     """
 
@@ -122,7 +123,7 @@ class AttentionPlan:
         longest_block = 0 if by_row else BLOCK_MAX_ROWS
         starts = _first_keys(rows, window)
         row_starts, total = _prefix_sums(rows.q_lens)
-        short = [i for i, w in enumerate(rows.q_lens) if w <= longest_block]
+        short = [i for i, w in enumerate(rows.q_lens) if 0 < w <= longest_block]
         groups = _group(short, [rows.kv_lens[i] - starts[i] for i in range(len(starts))])
         in_order = len(groups) == 1 and len(short) == len(rows.q_lens)
         blocks = [

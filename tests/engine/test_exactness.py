@@ -311,6 +311,14 @@ def test_a_weight_update_of_the_draft_is_refused(served: Served) -> None:
     assert "keeps the weights it was started with" in message
 
 
+def test_an_empty_prompt_among_others_is_refused(served: Served) -> None:
+    with pytest.raises(ValueError, match="The prompt is empty"):
+        served.engine.generate(
+            input_ids=[[], served.prompt(5, 3)],
+            sampling_params={"temperature": 0, "max_new_tokens": 3},
+        )
+
+
 def test_requests_that_cannot_be_exact_are_refused_by_name(served: Served) -> None:
     generate: Callable[..., Any] = served.engine.generate
     ids, params = served.prompt(5, 3), {"temperature": 0.7, "min_p": 0.1}

@@ -28,7 +28,7 @@ def steps_and_texts(pair: Pair, later: str | None) -> tuple[list[int], list[list
             output
             for batch in range(2)
             for output in started.generate(
-                input_ids=[prompt(3 * batch + i, 20) for i in range(3)], sampling_params=params
+                input_ids=[prompt(20, 3 * batch + i) for i in range(3)], sampling_params=params
             )
         ]
     steps = [output["meta_info"]["spec_verify_ct"] for output in outputs]

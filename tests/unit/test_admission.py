@@ -23,6 +23,7 @@ class Request:
     """The fields of SGLang's Req that are read."""
 
     sampling_params: Params = dataclasses.field(default_factory=Params)
+    origin_input_ids: list[int] = dataclasses.field(default_factory=lambda: [1])
     return_hidden_states: bool = False
     return_sampling_mask: bool = False
 
@@ -47,3 +48,8 @@ def test_all_that_is_not_served_is_named_at_once() -> None:
     message = refusal(request, deterministic=False)
     assert message is not None
     assert "return_hidden_states, return_sampling_mask" in message
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    message = refusal(Request(origin_input_ids=[]), deterministic=False)
+    assert message == "The prompt is empty. Send at least one token, such as the model's BOS."

@@ -127,6 +127,12 @@ def test_mixed_chunk_of_long_and_short_requests_equals_loop():
     assert len(plan.blocks) == 1
 
 
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("q_lens", [[0, 1, 2], [3, 0, 3], [70, 5, 0], [2, 2, 0]])
+def test_an_empty_prompt_has_no_rows(q_lens, by_row):
+    check(make_case(q_lens, q_lens), by_row=by_row)
+
+
 def test_very_different_lengths_are_split_and_keep_their_order():
     case = make_case([1] * 8, [900, 10, 12, 11, 880, 9, 14, 10])
     plan = check(case)
