@@ -178,7 +178,8 @@ def summarise(records: list[dict[str, Any]], names: list[str]) -> list[dict[str,
             rates = [_rate(r) for r in own]
             ratios = [_rate(r) / _rate(base[r["round"]]) for r in own]
             steps = sum(r["steps"] for r in own)
-            tau = (sum(r["accepted"] for r in own) + steps) / steps
+            accepted = sum(r["accepted"] for r in own)
+            tau = 1 + accepted / steps if steps else 1.0  # answers of one token take none
             same = [r["tokens"] == base[r["round"]]["tokens"] for r in own]
             rows.append(
                 {
@@ -255,6 +256,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--engines vllm needs --vllm-python, an interpreter that has vLLM")
     if "vllm" in args.engines and args.answers_per_slot > 1:
         parser.error("--engines vllm: it is given one batch at a time: add --answers-per-slot 1")
+    if args.max_new_tokens < 2:
+        parser.error("--max-new-tokens 1: the first token is the prompt's; take 2 or more")
     return args
 
 

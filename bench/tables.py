@@ -106,16 +106,21 @@ def _answers(load: Load) -> str:
 
 def _requests(run: StoredRun) -> str:
     """Return how many requests a point had: fewer than the recipe asks where prompts run out."""
-    counts: dict[str, set[float]] = {}
+    counts: dict[tuple[str, bool], set[float]] = {}
     for point in sorted(run.points, key=_load):
         asked = point["requests"] / point["repeats"]
-        counts.setdefault(load_name(point), set()).add(asked / (point["concurrency"] or 1))
-    shown = (
-        f"{'-'.join(f'{count:.3g}' for count in sorted({min(found), max(found)}))} at {load}"
-        for load, found in counts.items()
-    )
-    closed = " for each under way" if run.recipe.load.concurrency else ""
-    return f"requests{closed}: {', '.join(shown)}"
+        load = (load_name(point), point["concurrency"] is not None)
+        counts.setdefault(load, set()).add(asked / (point["concurrency"] or 1))
+    texts = {}
+    for is_closed, told in ((True, "requests for each under way"), (False, "requests")):
+        shown = [
+            f"{'-'.join(f'{count:.3g}' for count in sorted({min(found), max(found)}))} at {load}"
+            for (load, closed), found in counts.items()
+            if closed == is_closed
+        ]
+        if shown:
+            texts[told] = ", ".join(shown)
+    return "; ".join(f"{told}: {text}" for told, text in texts.items())
 
 
 def _unflushed(run: StoredRun) -> list[str]:

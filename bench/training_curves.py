@@ -38,10 +38,10 @@ def draw(history: list[dict[str, Any]], path: Path) -> None:
     left.set(xlabel="step", ylabel="held-out acceptance length", title="higher is better")
     left.grid(alpha=0.3)
     left.margins(y=0.3)  # room for the legends
-    left.legend(loc="upper left", ncols=2, fontsize="small")
     learnt = [(e["step"], e["learnt"]["tau"]) for e in history if "learnt" in e]
     if learnt:  # histories of earlier versions lack it
         left.plot(*zip(*learnt, strict=True), "k:", label="greedy answers, learnt texts")
+    left.legend(loc="upper left", ncols=2, fontsize="small")
     rate = left.twinx()
     rate.plot(steps, [entry["learning_rate"] for entry in history], color="0.8", zorder=0)
     rate.set_ylabel("learning rate (grey)")

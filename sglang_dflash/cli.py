@@ -185,7 +185,14 @@ def _demo_problem(arguments: argparse.Namespace) -> str | None:
         model = getattr(arguments, flag)
         if model and not _is_model(model):
             return f"--{flag} {model}: neither a folder with a config.json nor a hub name"
-    block, trained = arguments.block_size, _trained_block(arguments.draft)
+    from sglang_dflash.errors import UnsupportedCheckpoint, draft_given_as
+
+    try:
+        with draft_given_as("--draft"):
+            trained = _trained_block(arguments.draft)
+    except UnsupportedCheckpoint as error:
+        return str(error)
+    block = arguments.block_size
     if block is not None and trained is not None and block > trained:
         return f"--block-size {block}: the draft was trained for blocks of {trained}"
     if arguments.device == "cuda" and not _has_cuda():
@@ -212,13 +219,20 @@ def _is_model(model: str) -> bool:
 
 
 def _trained_block(draft: str | None) -> int | None:
-    """Return the block size in the draft's config; None for a draft that is not here."""
-    from sglang_dflash.demo.model import bundled_draft
+    """Return the block size in the draft's config; None for a draft that is not here.
 
-    config = (Path(draft).expanduser() if draft else bundled_draft()) / "config.json"
-    if not config.is_file():
+    Raises:
+        UnsupportedCheckpoint: its config.json cannot be read.
+    """
+    from sglang_dflash.demo.model import bundled_draft
+    from sglang_dflash.draft.config import read_config
+
+    folder = Path(draft).expanduser() if draft else bundled_draft()
+    if not folder.exists():  # on the hub
         return None
-    return json.loads(config.read_text(encoding="utf-8")).get("block_size")
+    config = read_config(folder)
+    nested = config.get("dflash_config")
+    return (nested if isinstance(nested, dict) else {}).get("block_size", config.get("block_size"))
 
 
 def _add_stats(commands: argparse._SubParsersAction) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from sglang_dflash.draft.checkpoint import check_checkpoint, draft_folder
 from sglang_dflash.draft.checks import check_block_size, check_target
 from sglang_dflash.draft.config import read_config
-from sglang_dflash.draft.schema import Reason, has_selector, reasons_against
+from sglang_dflash.draft.schema import Reason, reasons_against
 from sglang_dflash.draft.token_map import read_token_map, token_map_of
 from sglang_dflash.draft.upstream import lost_there, misread
 from sglang_dflash.draft.weights import read_weight_shapes
@@ -81,13 +81,13 @@ def upstream_reason(settings: Any, options: Options, target: Target) -> str | No
 
 
 def _lost(settings: Any, config: dict[str, Any]) -> list[str]:
-    if not has_selector(config):
-        return lost_there(config)
-    folder = draft_folder(
+    """Return what SGLang's worker would leave out; it misses no tensor, so we look for all."""
+    path, revision = (
         settings.speculative_draft_model_path,
         settings.speculative_draft_model_revision,
-        weights=True,
     )
+    check_checkpoint(path, revision)
+    folder = draft_folder(path, revision, weights=True)
     return lost_there(config, read_weight_shapes(folder))
 
 
@@ -205,7 +205,8 @@ def check_start(settings: Any, options: Options, target: Target) -> None:
     folder = draft_folder(path, settings.speculative_draft_model_revision)
     token_map = token_map_of(folder, settings.speculative_token_map)
     if token_map is not None:
-        read_token_map(token_map, target.vocab_size)
+        named = () if settings.speculative_token_map else (DRAFT_OPTION,)
+        read_token_map(token_map, target.vocab_size, *named)
 
 
 def _refuse_options(settings: Any, options: Options) -> None:

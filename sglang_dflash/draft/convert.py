@@ -39,6 +39,7 @@ from sglang_dflash.draft.weights import (
     weight_files,
 )
 from sglang_dflash.errors import UnsupportedCheckpoint, draft_given_as
+from sglang_dflash.files import place_problem
 
 if TYPE_CHECKING:
     from sglang_dflash.draft.speculators import Speculator
@@ -96,7 +97,7 @@ def convert_draft(draft: str, target: str, out: Path) -> Conversion:
     Raises:
         UnsupportedCheckpoint: `read_speculator` refuses it, the target contradicts it, its weights
             are others than its config.json asks for, its embedding or head differ from the
-            target's, or `out` holds something.
+            target's, or `out` holds something or cannot be written.
     """
     _check_out(out)
     read = read_speculator(read_config(draft_folder(draft)), source=draft)
@@ -227,9 +228,10 @@ class _Stored:
 
 
 def _check_out(out: Path) -> None:
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        found = "holds something" if out.is_dir() else "is a file"
-        raise UnsupportedCheckpoint(f"OUT {out}: {found}; name a new or an empty folder.")
+    if problem := place_problem(out):
+        raise UnsupportedCheckpoint(f"OUT {out}: {problem}")
+    if out.exists() and any(out.iterdir()):
+        raise UnsupportedCheckpoint(f"OUT {out}: holds something; name a new or an empty folder.")
 
 
 def _config_json(

@@ -201,7 +201,7 @@ def _settle_causality(config: dict[str, Any], base: dict[str, Any], problems: li
         return
     non_causal = config.get("sliding_window_non_causal")
     if non_causal is True:
-        base["dflash_config"]["causal"] = False
+        base["is_causal"] = False  # the key that SGLang's own worker reads too
     elif non_causal is not False:  # then causal, as layers with a window are by themselves
         problems.append(
             f"sliding_window_non_causal is {non_causal!r}, expected true or false: where it is "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from sglang_dflash.draft.checkpoint import local_folder
 from sglang_dflash.errors import UnsupportedCheckpoint
@@ -75,7 +75,9 @@ class TargetFiles(NamedTuple):
                 f"{_OPTION} {source}: its config.json has no {', '.join(missing)}. Give the "
                 "folder or the Hub id of the target."
             )
-        return cls(source, *sizes.values(), is_tied=bool(text.tie_word_embeddings))
+        # Models for images too state it beside their text's config, or in it.
+        tied = getattr(config, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False))
+        return cls(source, *sizes.values(), is_tied=bool(tied))
 
     @contextmanager
     def rows(self, name: str) -> Iterator[Any]:
@@ -91,7 +93,7 @@ class TargetFiles(NamedTuple):
             UnsupportedCheckpoint: it is not there, is quantised, or has another shape.
         """
         stored_name, file = self._place(_EMBED if self.is_tied else name)
-        with safe_open(file, "pt") as stored:
+        with self._open(file) as stored:
             rows = stored.get_slice(stored_name)
             shape, dtype = list(rows.get_shape()), rows.get_dtype()
             if dtype not in _DENSE or shape != [self.vocab_size, self.hidden_size]:
@@ -119,16 +121,31 @@ class TargetFiles(NamedTuple):
         folder = local_folder(self.source, ["*.json"], option=_OPTION)
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            found = {name: names[name] for name in wanted if name in names}
+            try:
+                names = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+                found = {name: str(names[name]) for name in wanted if name in names}
+            except (ValueError, KeyError, TypeError) as error:
+                raise self._damaged(index, error) from error
             folder = local_folder(self.source, [*found.values(), "*.json"], option=_OPTION)
             return {name: folder / file for name, file in found.items()}
         folder = local_folder(self.source, ["*.json", "*.safetensors"], option=_OPTION)
         places = {}
         for file in sorted(folder.glob("*.safetensors")):
-            with safe_open(file, "pt") as stored:
+            with self._open(file) as stored:
                 places |= dict.fromkeys(stored.keys(), file)
         return places
+
+    def _open(self, file: Path) -> Any:
+        try:
+            return safe_open(file, "pt")
+        except (OSError, SafetensorError) as error:
+            raise self._damaged(file, error) from error
+
+    def _damaged(self, file: Path, error: Exception) -> UnsupportedCheckpoint:
+        return UnsupportedCheckpoint(
+            f"{_OPTION} {self.source}: {file.name} cannot be read ({error!r}). Download the target "
+            "again."
+        )
 
 
 def first_difference(copy: Any, rows: Any, tokens: torch.Tensor) -> int | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sglang_dflash.draft.schema import MASK_SIDECAR
+from sglang_dflash.draft.weights import BORROWED, canonical_weight_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +31,11 @@ _DOMINO = frozenset(
 )
 _NESTED_ALONE = frozenset({"attention_sink_bias", "attention_value_scale"})
 _TOP_ALONE = frozenset({"use_gemma_norm"})
+# Which ours takes from the top level too.
+_READ_NESTED_ALONE = (
+    "conv_group_size", "conv_kernel_size", "final_logit_softcapping", "output_multiplier",
+    "selector_rank", "selector_top_k",
+)  # fmt: skip
 _SWIGLUOAI = frozenset({"hidden_act", "swiglu_alpha"})
 # What no class of that worker reads, or not at that place, whatever it knows of a family.
 _IGNORED = frozenset(
@@ -57,13 +63,15 @@ def misread(
     return [reason for reason in reasons if not _is_honoured(config, reason.subject, from_hub)]
 
 
-def lost_there(config: dict[str, Any], weight_names: Iterable[str] = ()) -> list[str]:
+def lost_there(config: dict[str, Any], weight_names: Iterable[str]) -> list[str]:
     """Return what ours reads of a draft and SGLang's own worker does not.
 
     Args:
         config: The draft's parsed config.json, one that ours serves.
-        weight_names: Of its tensors, where it has a candidate selector.
+        weight_names: Of its tensors.
     """
+    names = list(weight_names)
+    nested = config.get("dflash_config") or {}
     types = config.get("layer_types")
     types = types if isinstance(types, list) and types else ["full_attention"]
     sliding = [kind == "sliding_attention" for kind in types]
@@ -74,9 +82,15 @@ def lost_there(config: dict[str, Any], weight_names: Iterable[str] = ()) -> list
         "use_swa": _stated(config, "use_swa") and not any(sliding),
         "causal": causal is not None and is_causal is None and [causal] * len(types) != sliding,
         # That worker knows them without `.weight`, and leaves what it does not find at 0.
-        "codebooks' names": any(name.endswith("_codebook.weight") for name in weight_names),
+        "codebooks' names": any(name.endswith("_codebook.weight") for name in names),
         "attention_factor": any(scaling.get("attention_factor") for scaling in scalings),
     }
+    lost |= {
+        f"{key} outside dflash_config": bool(config.get(key)) and nested.get(key) is None
+        for key in _READ_NESTED_ALONE
+    }
+    # Ours compares them with the target's, that worker takes the target's in any case.
+    lost |= {f"own {name}": canonical_weight_name(name) in BORROWED for name in names}
     return [key for key, is_lost in lost.items() if is_lost]
 
 

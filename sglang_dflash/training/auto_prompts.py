@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
+from sglang_dflash.files import whole_file
 from sglang_dflash.training.answers import answer
 from sglang_dflash.training.captured import Capture
 from sglang_dflash.training.prompts import AUTO, Prompt, prompt_tokens
 from sglang_dflash.training.settings import DataSettings, SettingsError
 from sglang_dflash.training.target import stop_tokens
-from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 
 from sglang_dflash.draft.checkpoint import draft_folder
 from sglang_dflash.draft.token_map import own_token_map, write_token_map
+from sglang_dflash.files import whole_file
 from sglang_dflash.training.earlier import named_as_start
 from sglang_dflash.training.settings import SettingsError
-from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -148,6 +148,7 @@ def export_draft(
     with whole_file(folder / "model.safetensors") as unfinished:
         save_file(weights, unfinished, metadata={"format": "pt"})
     text = json.dumps(config, indent=1) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
+    with whole_file(folder / "config.json") as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
     if tokens is not None:
         write_token_map(folder, tokens)

@@ -10,17 +10,16 @@ import argparse
 import dataclasses
 import json
 import logging
-import os
 import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_dflash.errors import UnsupportedCheckpoint
+from sglang_dflash.files import place_problem, whole_file
 from sglang_dflash.training.prompts import check_sources
 from sglang_dflash.training.settings import LoopSettings, Settings, SettingsError
 from sglang_dflash.training.settings_file import settings_from_dict, settings_from_yaml
-from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -141,12 +140,8 @@ def _check_folder(arguments: argparse.Namespace) -> None:
 
 def _check_place(option: str, path: Path) -> None:
     """Refuse a path at which no folder can be written."""
-    whole = path.absolute()
-    nearest = next(each for each in (whole, *whole.parents) if os.path.exists(each))
-    if not nearest.is_dir():
-        raise SettingsError(f"{option} {path}: {nearest} is a file, expected a folder")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise SettingsError(f"{option} {path}: {nearest} cannot be written; name another folder")
+    if problem := place_problem(path):
+        raise SettingsError(f"{option} {path}: {problem}")
 
 
 class _Start(NamedTuple):

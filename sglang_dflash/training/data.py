@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from sglang_dflash.files import whole_file
 from sglang_dflash.training.answers import answer, capture
 from sglang_dflash.training.auto_prompts import (
     auto_file,
@@ -45,7 +46,6 @@ from sglang_dflash.training.shards import (
     write_shard,
 )
 from sglang_dflash.training.target import embedding_digest, stop_tokens, target_digest
-from sglang_dflash.training.whole_file import whole_file
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from sglang_dflash.files import whole_file
 from sglang_dflash.training.captured import Text
-from sglang_dflash.training.whole_file import whole_file
 
 __all__ = ["Corpus", "TextInfo", "manifest_path", "read_manifest", "shard_path", "write_shard"]
 

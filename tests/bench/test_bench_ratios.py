@@ -26,6 +26,7 @@ from bench.ratios import Child, parse
         ("--concurrency 1,", "--concurrency: '' is not a whole number, 1 or more"),
         ("--concurrency 4,4", "--concurrency: '4,4': each number once"),
         ("--max-new-tokens -1", "--max-new-tokens: '-1' is not a whole number, 1 or more"),
+        ("--max-new-tokens 1", "--max-new-tokens 1: the first token is the prompt's"),
         ("--answers-per-slot 0", "--answers-per-slot: '0' is not a whole number, 1 or more"),
         ("--warmup-steps -1", "--warmup-steps: '-1' is not a whole number, 0 or more"),
         ("--random-range-ratio 0", "--random-range-ratio: '0' is not a number above 0, at most 1"),

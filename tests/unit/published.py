@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import json
+import math
+import struct
+from pathlib import Path
 from typing import Any
 
 from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.weights import expected_weights
 
 # As published for Qwen3-8B, with what transformers adds.
 PUBLISHED: dict[str, Any] = {
@@ -59,6 +63,26 @@ def published(**changes: Any) -> dict[str, Any]:
     config |= changes
     config["dflash_config"] = {k: v for k, v in config["dflash_config"].items() if v is not ...}
     return {key: value for key, value in config.items() if value is not ...}
+
+
+def write_weights(folder: Path, config: DraftConfig, more: dict[str, Any] | None = None) -> None:
+    """Write a checkpoint of this config's shapes: the header, and a hole of the weights' size.
+
+    Args:
+        folder: of the draft.
+        config: which tensors it asks for.
+        more: name -> shape of others; None for a shape leaves that tensor out.
+    """
+    shapes = {**expected_weights(config), **(more or {})}
+    entries, end = {}, 0
+    for name, shape in shapes.items():
+        if shape is not None:
+            begin, end = end, end + 2 * math.prod(shape)
+            entries[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        file.truncate(8 + len(header) + end)
 
 
 def read(**changes: Any) -> DraftConfig:

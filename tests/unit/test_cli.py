@@ -71,6 +71,19 @@ def test_a_bad_value_is_one_message_and_code_two(capsys, arguments, message):
     assert message in usage_error(capsys, "demo", *arguments)
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_draft_whose_config_cannot_be_read_is_named(capsys, tmp_path, content):
+    (tmp_path / "config.json").write_text(content)
+    message = usage_error(capsys, "demo", "--draft", str(tmp_path))
+    assert f"--draft {tmp_path}" in message
+
+
+def test_a_block_is_no_larger_than_the_draft_was_trained_for_wherever_it_says_so(capsys, tmp_path):
+    (tmp_path / "config.json").write_text('{"dflash_config": {"block_size": 8}}')
+    message = usage_error(capsys, "demo", "--draft", str(tmp_path), "--block-size", "9")
+    assert "--block-size 9: the draft was trained for blocks of 8" in message
+
+
 def test_a_gpu_that_is_not_there_is_told_beforehand(capsys, monkeypatch):
     monkeypatch.setattr(cli, "_has_cuda", lambda: False)
     assert "torch sees no CUDA device" in usage_error(capsys, "demo", "--device", "cuda")

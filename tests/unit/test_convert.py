@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3VLConfig, Qwen3VLTextConfig
 
 from sglang_dflash import cli
 from sglang_dflash.draft.config import DraftConfig, expected_weights
 from sglang_dflash.draft.convert import convert_draft
+from sglang_dflash.draft.target_rows import TargetFiles
 from sglang_dflash.draft.token_map import own_token_map
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.hf import HFDraft, load_draft
@@ -174,6 +175,8 @@ def test_a_window_that_sees_its_whole_block_stays_so(tmp_path: Path, target: Pat
     out = converted(tmp_path, target, trained(), sliding_window_non_causal=True)
     config = DraftConfig.from_pretrained(out)
     assert (config.sliding_windows, config.causal) == ((6, None), (False, False))
+    # Which SGLang's own worker reads too, unlike `causal`.
+    assert json.loads((out / "config.json").read_text())["is_causal"] is False
 
 
 def test_a_pruned_vocabulary_becomes_a_token_map(tmp_path: Path, target: Path) -> None:
@@ -382,6 +385,40 @@ def test_a_target_that_scales_its_embeddings_is_refused(tmp_path: Path, tied: Pa
     (tied / "config.json").write_text(json.dumps(stated | {"embedding_multiplier": 12.0}))
     with pytest.raises(UnsupportedCheckpoint, match="scales its embeddings"):
         converted(tmp_path, tied, trained())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_a_target_for_images_says_beside_its_texts_config_whether_it_is_tied(
+    tmp_path: Path, is_tied: bool
+) -> None:
+    text = Qwen3VLTextConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=16, num_hidden_layers=LAYERS,
+        num_attention_heads=2, num_key_value_heads=2,
+    )  # fmt: skip
+    whole = Qwen3VLConfig(text_config=text.to_dict(), tie_word_embeddings=is_tied)
+    whole.save_pretrained(tmp_path)
+    assert TargetFiles.read(str(tmp_path)).is_tied == is_tied
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("model.safetensors", b"cut short"),
+        ("model.safetensors.index.json", b"{"),
+        ("model.safetensors.index.json", b"{}"),
+        ("model.safetensors.index.json", f'{{"weight_map": {{"{EMBED}": "gone"}}}}'.encode()),
+    ],
+)
+def test_a_damaged_target_is_named(tmp_path: Path, tied: Path, name: str, content: bytes) -> None:
+    (tied / name).write_bytes(content)
+    with pytest.raises(UnsupportedCheckpoint, match=f"TARGET {tied}: .* cannot be read"):
+        converted(tmp_path, tied, trained() | {EMBED: random(1, VOCAB, HIDDEN)})
+
+
+def test_a_place_where_no_folder_can_be_is_named_first(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UnsupportedCheckpoint, match=r"OUT .*file/out: .* is a file"):
+        convert_draft("nothing", "nothing", tmp_path / "file/out")
 
 
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path, tied: Path) -> None:

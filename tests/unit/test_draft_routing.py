@@ -12,15 +12,20 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-import torch
-from published import DFLASH2, published
-from safetensors.torch import save_file
+from published import DFLASH2, published, write_weights
 
+from sglang_dflash.draft.config import DraftConfig
+from sglang_dflash.draft.schema import unsupported_reason
 from sglang_dflash.errors import UnsupportedCheckpoint
 from sglang_dflash.options import Options
 from sglang_dflash.routing import Target, upstream_reason
 
 TARGET = Target(4096, 151936, 36, 1024, has_recurrent_state=False)
+RECURRENT = TARGET._replace(has_recurrent_state=True)
+SECOND: dict[str, Any] = {
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {"selector_rank": 256, "selector_top_k": 16},
+}
 DOMINO = {
     "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1,
     "gru_hidden_dim": 1024, "emb_dim": 256,
@@ -57,10 +62,16 @@ class Settings:
 
 
 def routed(
-    folder: Path, config: dict[str, Any], target: Target = TARGET, worker: str = "auto"
+    folder: Path,
+    config: dict[str, Any],
+    target: Target = TARGET,
+    worker: str = "auto",
+    more: dict[str, Any] | None = None,
 ) -> str | None:
-    """Return why SGLang's worker would serve a draft of this config."""
+    """Return why SGLang's worker would serve a draft of this config; `more` as `write_weights`."""
     (folder / "config.json").write_text(json.dumps(config))
+    if unsupported_reason(config) is None:
+        write_weights(folder, DraftConfig.from_dict(config, source=str(folder)), more)
     return upstream_reason(Settings(str(folder)), Options(worker=worker), target)
 
 
@@ -134,7 +145,7 @@ def test_what_it_misreads_is_refused_on_every_device(
     assert "SGLANG_DFLASH_WORKER=upstream" in str(refused.value)
     # Also where another setting would hand the server over.
     with pytest.raises(UnsupportedCheckpoint, match=re.escape(words)):
-        routed(tmp_path, config, TARGET._replace(has_recurrent_state=True))
+        routed(tmp_path, config, RECURRENT)
     asked = routed(tmp_path, config, worker="upstream")
     assert asked == "SGLANG_DFLASH_WORKER=upstream"
 
@@ -165,7 +176,7 @@ def test_plain_drafts_are_ours(tmp_path: Path) -> None:
     assert routed(tmp_path, published()) is None
     second = {"architectures": ["DFlash2DraftModel"], "block_size": ..., "dflash_config": DFLASH2}
     assert routed(tmp_path, published(**second)) is None
-    recurrent = routed(tmp_path, published(), TARGET._replace(has_recurrent_state=True))
+    recurrent = routed(tmp_path, published(), RECURRENT)
     assert "recurrent state" in (recurrent or "")
 
 
@@ -177,6 +188,9 @@ def test_plain_drafts_are_ours(tmp_path: Path) -> None:
         (architecture("Qwen3DFlashDraftModel"), "architecture Qwen3DFlashDraftModel"),
         (published(rope_scaling={"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.1,
                                  "original_max_position_embeddings": 64}), "attention_factor"),
+        (published(conv_kernel_size=2, conv_group_size=16, **SECOND),
+         "conv_group_size outside dflash_config, conv_kernel_size outside"),
+        (published(output_multiplier=0.5, **SECOND), "output_multiplier outside dflash_config"),
     ],
 )  # fmt: skip
 def test_no_setting_takes_a_draft_from_the_worker_that_reads_it(
@@ -184,24 +198,44 @@ def test_no_setting_takes_a_draft_from_the_worker_that_reads_it(
 ) -> None:
     assert routed(tmp_path, config) is None
     with pytest.raises(UnsupportedCheckpoint, match=f"recurrent state.* ignores .*{lost}"):
-        routed(tmp_path, config, TARGET._replace(has_recurrent_state=True))
+        routed(tmp_path, config, RECURRENT)
 
 
 def test_no_setting_takes_codebooks_whose_names_sglang_does_not_know(tmp_path: Path) -> None:
     second = {"architectures": ["DFlash2DraftModel"], "block_size": ..., "dflash_config": DFLASH2}
-    recurrent = TARGET._replace(has_recurrent_state=True)
-    name, path = "candidate_selector.predecessor_codebook", tmp_path / "model.safetensors"
-    save_file({name: torch.zeros(1)}, path)
-    assert "recurrent state" in (routed(tmp_path, published(**second), recurrent) or "")
-    save_file({f"{name}.weight": torch.zeros(1)}, path)
+    name = "candidate_selector.predecessor_codebook"
+    assert "recurrent state" in (routed(tmp_path, published(**second), RECURRENT) or "")
+    renamed = {name: None, f"{name}.weight": (151936, 256)}
     with pytest.raises(UnsupportedCheckpoint, match=r"ignores .*codebooks' names"):
-        routed(tmp_path, published(**second), recurrent)
+        routed(tmp_path, published(**second), RECURRENT, more=renamed)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "model.lm_head.weight"])
+def test_no_setting_takes_a_draft_with_parts_of_the_targets(tmp_path: Path, name: str) -> None:
+    more = {name: (151936, 4096)}
+    assert routed(tmp_path, published(), more=more) is None
+    with pytest.raises(UnsupportedCheckpoint, match=f"ignores the draft's own {name}"):
+        routed(tmp_path, published(), RECURRENT, more=more)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"layers.2.mlp.up_proj.weight": None}, "missing: layers.2.mlp.up_proj.weight"),
+        ({"layers.0.self_attn.q_proj.bias": (4096,)}, "unexpected: layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_other_tensors_than_the_configs_are_named_for_sglangs_worker_too(
+    tmp_path: Path, more: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=words):
+        routed(tmp_path, published(), RECURRENT, more=more)
 
 
 def test_a_setting_takes_drafts_that_both_workers_read_alike(tmp_path: Path) -> None:
     alike = {"causal": False, "use_swa": False, "swa_window_size": 64}
     for config in (published(dflash_config=alike), published(is_causal=True, causal=True)):
-        reason = routed(tmp_path, config, TARGET._replace(has_recurrent_state=True))
+        reason = routed(tmp_path, config, RECURRENT)
         assert "recurrent state" in (reason or "")
 
 

@@ -14,11 +14,13 @@ from torch import nn
 
 from sglang_dflash.draft.hot_head import HotHead, note_weight_update
 from sglang_dflash.draft.token_map import (
+    TOKEN_MAP_FILE,
     own_token_map,
     read_token_map,
     token_map_of,
     write_token_map,
 )
+from sglang_dflash.errors import DRAFT_OPTION, UnsupportedCheckpoint
 
 VOCAB, HIDDEN = 12, 4
 WEIGHT = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -70,6 +72,16 @@ def test_a_map_of_other_things_is_refused(tmp_path: Path, tokens: Any, words: st
     with pytest.raises(ValueError, match=words) as refused:
         read_token_map(str(path), 8)
     assert f"--speculative-token-map {path}" in str(refused.value)
+
+
+def test_a_drafts_own_map_is_named_by_the_draft(tmp_path: Path) -> None:
+    path = tmp_path / TOKEN_MAP_FILE
+    path.write_text("cut short")
+    with pytest.raises(UnsupportedCheckpoint, match=f"{TOKEN_MAP_FILE} holds no list") as refused:
+        own_token_map(tmp_path)
+    assert str(refused.value).startswith(f"{DRAFT_OPTION} {tmp_path}")
+    with pytest.raises(ValueError, match=f"^{DRAFT_OPTION} {path}: no list of token ids"):
+        read_token_map(str(path), 8, DRAFT_OPTION)
 
 
 @pytest.mark.parametrize("content", ["3 4 5", ""])
