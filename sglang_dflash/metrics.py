@@ -23,7 +23,8 @@ class StepCounters:
     Counters only, so that any two readings give the figures of the time between them:
     `sglang:dflash_steps`, `_request_steps`, `_drafted_rows`, `_verified_rows`, `_committed_tokens`
     and `_predicted_tokens` by kind of step; `_judged` and `_accepted` by position in the block;
-    `_chances`, `_chance_judged` and `_chance_accepted` by bin of the predicted chance.
+    `_chances`, `_chance_judged` and `_chance_accepted` by bin of the predicted chance. The last five
+    are of the steps that looked at their proposals: whole blocks hardly do while they pay best.
     """
 
     def __init__(self) -> None:
@@ -39,26 +40,31 @@ class StepCounters:
         num_accepted: torch.Tensor,
         chances: torch.Tensor | None,
         expected_tokens: float,
+        draft_width: int | None = None,
     ) -> None:
         """Count a step.
 
         Args:
             widths: [n] int, verified rows of each request.
             num_accepted: [n] int.
-            chances: [n, w-1] float, calibrated; None for a step without the draft.
+            chances: [n, w-1] float, calibrated; None for a step that did not judge its proposals.
             expected_tokens: of its plan, all requests together; unused without the draft.
+            draft_width: w, 1 without the draft; None where only steps without it are not judged.
         """
         n = len(widths)
+        if draft_width is None:
+            draft_width = 1 if chances is None else chances.shape[1] + 1
+        drafts = draft_width > 1
         figures = {
             "steps": 1,
             "request_steps": n,
-            "drafted_rows": 0 if chances is None else chances.numel() + n,
+            "drafted_rows": n * draft_width if drafts else 0,
             "verified_rows": int(widths.sum()),
             "committed_tokens": n + int(num_accepted.sum()),
-            "predicted_tokens": n if chances is None else expected_tokens,
+            "predicted_tokens": expected_tokens if drafts else n,
         }
         for name, value in figures.items():
-            self._by_kind[name].labels("plain" if chances is None else "draft").inc(value)
+            self._by_kind[name].labels("draft" if drafts else "plain").inc(value)
         if chances is not None:
             self._count_proposals(chances, widths, num_accepted)
 
@@ -89,8 +95,9 @@ class CountedWidths(MeasuredWidths):
             rows: the M verified rows.
             num_accepted: [n] int.
         """
-        chances = None if self._judged is None else self._judged.chances
-        self._counters.count(rows.widths, num_accepted, chances, self._expected_tokens)
+        width, _, expected, judged = self.latest
+        chances = None if judged is None else judged.chances
+        self._counters.count(rows.widths, num_accepted, chances, expected, width)
         super().settle(rows, num_accepted)
 
 

@@ -30,9 +30,9 @@ class TracedWidths(WidthPolicy):
       look, or a plain step to time it;
     - `widths` and `accepted`: verified rows and accepted proposals of each request;
     - `tokens` committed, and `expected_tokens`, all requests together;
-    - `confidence` and `chances` of each request's proposals, the draft's own
-      probability (`Proposal.confidence`) and the
-      calibrated one; null for a plain step; `sampled`: how many requests are;
+    - `confidence` and `chances` of each request's proposals, the draft's own probability
+      (`Proposal.confidence`) and the calibrated one; `sampled`: how many requests are. All null for
+      a plain step, and for whole blocks that were verified without looking at them;
     - `seconds` to the next step's start; null where a prefill or a pause came between.
 
     A step is written when the next begins; the last one of a server never is. With overlap
@@ -45,6 +45,11 @@ class TracedWidths(WidthPolicy):
     """
 
     wants_confidence = True
+
+    @property
+    def judges(self) -> bool:
+        """What the policy says; see `WidthPolicy`."""
+        return self.inner.judges
 
     def __init__(self, inner: MeasuredWidths, path: str, block_size: int) -> None:
         self.inner = inner
@@ -84,7 +89,7 @@ class TracedWidths(WidthPolicy):
             rows: the M verified rows.
             num_accepted: [n] int.
         """
-        facts, (explores, expected, judged) = self._facts, self.inner.latest
+        facts, (width, explores, expected, judged) = self._facts, self.inner.latest
         assert facts is not None, "a step begins with `draft_width`"
         n, accepted = len(rows.widths_cpu), num_accepted.tolist()
         self._record = {
@@ -92,12 +97,12 @@ class TracedWidths(WidthPolicy):
             "iteration": facts.iteration,
             "requests": n,
             "context_tokens": facts.context_tokens,
-            "draft_width": 1 if judged is None else judged.chances.shape[1] + 1,
+            "draft_width": width,
             "explores": explores,
             "widths": list(rows.widths_cpu),
             "accepted": accepted,
             "tokens": n + sum(accepted),
-            "expected_tokens": n if judged is None else round(expected, _DIGITS),
+            "expected_tokens": round(expected, _DIGITS) if width > 1 else n,
             "confidence": None if judged is None else _rounded(judged.confidence),
             "chances": None if judged is None else _rounded(judged.chances),
             "sampled": None if judged is None else int(judged.sampled.sum()),

@@ -186,7 +186,7 @@ class DFlashWorker(BaseSpecWorker):
             iteration=batch.forward_iter,
             after_idle=batch.after_idle_gap,
         )
-        (width,) = self._agreed([self._policy.draft_width(facts)])
+        width, judges = self._agreed([self._policy.draft_width(facts), int(self._policy.judges)])
         if width == 1:
             return propose_nothing(len(block.ids), self.block_size - 1, self.device)
         self._draft.inject_pending()
@@ -198,7 +198,7 @@ class DFlashWorker(BaseSpecWorker):
             rows,
             plan,
             sampling_of(batch.sampling_info),
-            with_confidence=self._policy.wants_confidence,
+            with_confidence=bool(judges),
         )
         self._ranks.sync(SpecTpSyncSite.DFLASH_SELECTOR, proposal.tokens)
         return proposal

@@ -34,6 +34,9 @@ _PLAIN_PAUSE = 32  # steps between two that time plain decoding while drafting, 
 # How far plain decoding may be behind and still be timed as often as may be: beyond, its price
 # would have to be that much too high to matter, and is looked at in proportion more rarely.
 _NEAR_PLAIN = 0.25
+# Steps that verify whole blocks unjudged between two that are judged, where judging pays nothing:
+# the proposals' probabilities and the plan take some per cent of a short step.
+_UNJUDGED = 3
 
 
 class Step(NamedTuple):
@@ -43,10 +46,13 @@ class Step(NamedTuple):
         draft_width: rows of each block that the draft runs over, anchor included; 1 skips it, and
             the step is plain decoding.
         explores: this step looks wider than pays by present belief, or times plain decoding.
+        judges: the widths follow from this step's own proposals; if not, all rows are verified that
+            the draft runs over.
     """
 
     draft_width: int
     explores: bool
+    judges: bool = True
 
     @property
     def drafts(self) -> bool:
@@ -106,6 +112,7 @@ class _Prices(NamedTuple):
         draft: seconds of the draft, by its width.
         outlooks: by draft width.
         best_width: whose outlook is the best.
+        kept: how much the outlooks expect to be kept of what chances promise.
     """
 
     n: int
@@ -115,6 +122,7 @@ class _Prices(NamedTuple):
     draft: dict[int, float]
     outlooks: dict[int, _Outlook]
     best_width: int
+    kept: float
 
     @property
     def best(self) -> _Outlook:
@@ -149,8 +157,8 @@ class Look(NamedTuple):
 class BudgetController:
     """Decides step by step, from measured times and calibrated chances.
 
-    A step is `start` -> (draft -> `plan`) -> verify -> `settle`, and `cost.observe` with the time
-    of each part.
+    A step is `start` -> (draft -> `plan` or `take_all`) -> verify -> `settle`, and `cost.observe`
+    with the time of each part.
 
     The draft width is chosen before the draft runs and bounds what can be verified: proposals that
     nobody will verify are not worth their rows and their logits.
@@ -193,6 +201,7 @@ class BudgetController:
         self._ways: dict[int, bool] = {}  # whether so many requests drafted last, by octave
         self._context_tokens: float | None = None
         self._step = Step(limits.widest, explores=False)
+        self._unjudged = 0  # whole blocks since a step was judged
         self._chances: list[Array] = []  # not yet learnt from
         self._promised = 0.0  # accepted proposals of the latest plan, by its chances
         self._prices: _Prices | None = None
@@ -226,8 +235,14 @@ class BudgetController:
             width = self._wider_draft if drafting and explores else self._prices.best_width
         if width == 1:
             self._since_plain = 0
-        self._step = Step(width, explores)
+        self._step = Step(width, explores, self._judges_now(width, explores=explores))
         return self._step
+
+    def take_all(self) -> float:
+        """Return the tokens expected of the step that `start` decided not to judge."""
+        tokens = float(self._prices.best.tokens[-1])
+        self._promised = (tokens - self._prices.n) / self._prices.kept
+        return tokens
 
     def plan(self, chances: Array) -> Plan:
         """Return the widths of the step that `start` decided to draft, from its own proposals.
@@ -265,7 +280,7 @@ class BudgetController:
         self._chances.clear()
 
     def settle(self, num_accepted: NDArray[np.int64]) -> None:
-        """Take in what verify made of the step that `plan` chose the widths of.
+        """Take in what verify made of a step with the draft, planned or whole.
 
         Args:
             num_accepted: [n], accepted proposals.
@@ -282,9 +297,9 @@ class BudgetController:
         self._purse.earn(saved, self._look_price(self._switch.drafting))
 
     @property
-    def explores(self) -> bool:
-        """Whether the latest step looks wider than pays, or times plain decoding."""
-        return self._step.explores
+    def step(self) -> Step:
+        """What `start` decided for the latest step."""
+        return self._step
 
     @property
     def _plain_is_barred(self) -> bool:
@@ -318,7 +333,7 @@ class BudgetController:
         least = (1 - self._pacing.narrow_margin) * outlooks[best_width].best_rate
         if (whole := outlooks[widest].whole).best_rate > least:
             best_width, outlooks[widest] = widest, whole
-        return _Prices(n, plain, rows, target, draft, outlooks, best_width)
+        return _Prices(n, plain, rows, target, draft, outlooks, best_width, self.gains.kept)
 
     def _numbers_of_rows(self, n: int, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return which numbers of rows [k] of n requests a step may have; None where all."""
@@ -330,6 +345,14 @@ class BudgetController:
         Asked before the draft runs, so its pass counts. Above 1, drafting pays.
         """
         return self._prices.best.best_rate * self._prices.plain / self._prices.n
+
+    def _judges_now(self, width: int, *, explores: bool) -> bool:
+        """Return whether a step of this draft width is to be planned by its own proposals."""
+        ahead = self._prices.best
+        is_whole = width == self.limits.widest and ahead.best == len(ahead.rows) - 1
+        judges = explores or not is_whole or self._unjudged == _UNJUDGED
+        self._unjudged = 0 if judges else self._unjudged + 1
+        return judges
 
     def _note_way(self, n: int, drafting: bool, before: bool) -> bool:
         """Return whether n requests go another way than the step before, and than so many did last.

@@ -56,6 +56,11 @@ class WidthPolicy:
 
     wants_confidence = agrees = False
 
+    @property
+    def judges(self) -> bool:
+        """Whether the step that `draft_width` decided on wants its proposals' probabilities."""
+        return self.wants_confidence
+
     def draft_width(self, facts: StepFacts) -> int:
         """Return over how many rows of each block the draft runs, anchor included; 1 skips it."""
         raise NotImplementedError
@@ -70,7 +75,7 @@ class WidthPolicy:
 
         Args:
             confidence: [n, w-1] float32, of `Proposal`, w the step's draft width; None for a step
-                without the draft, or where nobody asked.
+                without the draft, or one that does not judge.
             sampled: [n] bool, False for greedy requests.
         """
         raise NotImplementedError
@@ -154,11 +159,13 @@ class Latest(NamedTuple):
     """What a step was decided by.
 
     Attributes:
+        draft_width: rows of each block that the draft ran over; 1 for a plain step.
         explores: it looks wider than pays by present belief.
         expected_tokens: of its plan, all requests together; says nothing of a plain step.
-        judged: its proposals; None for a plain step.
+        judged: its proposals; None for a plain step, and for one that did not judge.
     """
 
+    draft_width: int
     explores: bool
     expected_tokens: float
     judged: Judged | None
@@ -186,6 +193,11 @@ class MeasuredWidths(WidthPolicy):
         self._expected_tokens = 0.0  # of the latest plan, all requests together
         self._lessons = Lessons(calibrator)
 
+    @property
+    def judges(self) -> bool:
+        """Whether this step's proposals are judged; see `WidthPolicy`."""
+        return self.controller.step.judges
+
     def draft_width(self, facts: StepFacts) -> int:
         """Note the time of the step before, and return the draft width that pays now."""
         now = time.perf_counter()
@@ -206,12 +218,12 @@ class MeasuredWidths(WidthPolicy):
         """Return the widths of the best plan for these proposals; see `WidthPolicy`.
 
         Args:
-            confidence: [n, w-1] float32; None for a step without the draft.
+            confidence: [n, w-1] float32; None for a step that does not judge.
             sampled: [n] bool.
         """
         self._judged = None
         if confidence is None:
-            return [1] * self._num_rows
+            return self._undivided()
         chances = self.calibrator.chances(confidence, sampled)
         self._judged = Judged(confidence, sampled, chances)
         plan = self.controller.plan(chances.double().cpu().numpy())
@@ -220,6 +232,16 @@ class MeasuredWidths(WidthPolicy):
         self._observe_draft(chances.numel() + len(chances))
         return plan.widths.tolist()
 
+    def _undivided(self) -> list[int]:
+        """Return the widths of a step whose proposals are not looked at: one row each, or all."""
+        width, n = self.controller.step.draft_width, self._facts.num_requests
+        if width > 1:
+            self._expected_tokens = self.controller.take_all()
+            # Shorter than a draft that is judged, whose price is wanted: it stays unknown.
+            self._draft_seconds = time.perf_counter() - self._draft_began
+        self._num_rows = n * width
+        return [width] * n
+
     def settle(self, rows: Rows, num_accepted: torch.Tensor) -> None:
         """Calibrate by what was accepted; see `WidthPolicy`.
 
@@ -227,16 +249,19 @@ class MeasuredWidths(WidthPolicy):
             rows: the M verified rows.
             num_accepted: [n] int.
         """
-        if self._judged is None:
+        if not self.controller.step.drafts:
             return
         self.controller.settle(num_accepted.cpu().numpy())
+        if self._judged is None:
+            return
         confidence, sampled, _ = self._judged
         self._lessons.add(confidence, sampled, rows, num_accepted)
 
     @property
     def latest(self) -> Latest:
         """What the latest step was decided by."""
-        return Latest(self.controller.explores, self._expected_tokens, self._judged)
+        step = self.controller.step
+        return Latest(step.draft_width, step.explores, self._expected_tokens, self._judged)
 
     def _observe_draft(self, num_rows: int) -> None:
         self._draft_seconds = time.perf_counter() - self._draft_began

@@ -47,7 +47,8 @@ def run(policy: MeasuredWidths, steps: int, acceptance: float) -> list[list[int]
     for step in range(steps):
         width = policy.draft_width(facts(2 * step))  # a gap each time: these seconds mean nothing
         policy.draft_begins()
-        widths = policy.widths(confidence[:, : width - 1] if width > 1 else None, sampled)
+        asks = width > 1 and policy.judges
+        widths = policy.widths(confidence[:, : width - 1] if asks else None, sampled)
         rows = Rows.of(widths, BLOCK_SIZE, "cpu")
         kept = torch.rand(confidence.shape, generator=generator) < acceptance
         num_accepted = kept.long().cumprod(1).sum(1).minimum(rows.widths - 1)
@@ -65,6 +66,38 @@ def test_a_fixed_width_is_for_all() -> None:
 def test_rows_that_cost_nothing_and_are_accepted_are_verified() -> None:
     history = run(measured(row_seconds=0.0), 60, acceptance=0.9)
     assert history.count([BLOCK_SIZE] * REQUESTS) > 40, "all but a few that time plain decoding"
+
+
+def judged_steps(policy: MeasuredWidths, steps: int, acceptance: float) -> int:
+    """Serve steps and return how many of them judged their proposals."""
+    count = 0
+    for _ in range(steps):
+        run(policy, 1, acceptance)
+        count += policy.latest.judged is not None
+    return count
+
+
+def test_whole_blocks_are_seldom_judged_while_nothing_is_to_be_won() -> None:
+    policy = measured(row_seconds=0.0)
+    run(policy, 400, acceptance=0.9)
+    assert 8 < judged_steps(policy, 40, acceptance=0.9) < 16
+    kept = policy.controller.gains.kept
+    assert 0.9 < kept < 1.1, "what was promised without judging is held against the same"
+
+
+def test_rows_that_cost_something_are_judged_in_every_step() -> None:
+    policy = measured(row_seconds=0.0005)
+    run(policy, 400, acceptance=0.5)
+    drafted = sum(max(widths) > 1 for widths in run(policy, 40, acceptance=0.5))
+    assert drafted > 30
+    assert judged_steps(policy, 40, acceptance=0.5) > 30
+
+
+def test_whole_blocks_end_soon_where_proposals_stop_being_accepted() -> None:
+    policy = measured(row_seconds=0.0005)
+    assert run(policy, 60, acceptance=0.97)[-1] == [BLOCK_SIZE] * REQUESTS
+    rows = [sum(widths) / REQUESTS for widths in run(policy, 60, acceptance=0.05)]
+    assert sum(rows[20:]) / 40 < 0.6 * BLOCK_SIZE
 
 
 def test_a_draft_that_never_helps_is_hardly_ever_run() -> None:

@@ -117,12 +117,17 @@ class Server:
             seconds = engine.seconds(*part)
             self.budget.cost.observe(*part, engine.timed(*part))
             mine = torch.tensor(probs[:, : width - 1]), torch.zeros(n, dtype=torch.bool)
-            chances = self.calibrator.chances(*mine).double().numpy()
-            widths = self.budget.plan(chances).widths
+            if step.judges:
+                chances = self.calibrator.chances(*mine).double().numpy()
+                widths = self.budget.plan(chances).widths
+            else:
+                self.budget.take_all()
+                widths = np.full(n, width)
             num_accepted = np.minimum(engine.accepted(true), widths - 1)
             verified = np.arange(2, BLOCK + 1) <= widths[:, None]
             tokens += float((true.cumprod(axis=1) * verified).sum())
-            self.calibrator.update(*mine, torch.tensor(widths), torch.tensor(num_accepted))
+            if step.judges:
+                self.calibrator.update(*mine, torch.tensor(widths), torch.tensor(num_accepted))
             self.budget.settle(num_accepted)
         rows = int(widths.sum())
         self.budget.cost.observe(
