@@ -23,8 +23,8 @@ class StepCounters:
     Counters only, so that any two readings give the figures of the time between them:
     `sglang:dflash_steps`, `_request_steps`, `_drafted_rows`, `_verified_rows`, `_committed_tokens`
     and `_predicted_tokens` by kind of step; `_judged` and `_accepted` by position in the block;
-    `_chances`, `_chance_judged` and `_chance_accepted` by bin of the predicted chance. The last five
-    are of the steps that looked at their proposals: whole blocks hardly do while they pay best.
+    `_chances`, `_chance_judged` and `_chance_accepted` by bin of the predicted chance. The last
+    five are of steps that looked at their proposals: whole blocks hardly do while they pay best.
     """
 
     def __init__(self) -> None:

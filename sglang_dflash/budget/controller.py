@@ -113,6 +113,7 @@ class _Prices(NamedTuple):
         outlooks: by draft width.
         best_width: whose outlook is the best.
         kept: how much the outlooks expect to be kept of what chances promise.
+        margin: by which fewer rows must be ahead of all, as a share.
     """
 
     n: int
@@ -123,6 +124,7 @@ class _Prices(NamedTuple):
     outlooks: dict[int, _Outlook]
     best_width: int
     kept: float
+    margin: float
 
     @property
     def best(self) -> _Outlook:
@@ -254,7 +256,7 @@ class BudgetController:
         rate = self._prices.best.best_rate / self.gains.kept
         self._learn(chances)
         limits, seconds = self._limits_of(chances), self._prices.drafted(chances.shape[1] + 1)
-        plan = plan_widths(chances, seconds, limits, rate, self._pacing.narrow_margin)
+        plan = plan_widths(chances, seconds, limits, rate, self._prices.margin)
         self._promised = plan.expected_tokens - len(chances)
         if not self._step.explores:
             return plan
@@ -330,10 +332,13 @@ class BudgetController:
             outlooks[width] = _Outlook.of(rows[:count], tokens, target[:count] + seconds, allowed)
         best_width = max(outlooks, key=lambda width: outlooks[width].best_rate)
         widest = max(outlooks)
-        least = (1 - self._pacing.narrow_margin) * outlooks[best_width].best_rate
+        # Of many numbers of rows with noisy times one always looks better than all of them.
+        margin = max(self._pacing.narrow_margin, self.cost.doubt)
+        least = (1 - margin) * outlooks[best_width].best_rate
         if (whole := outlooks[widest].whole).best_rate > least:
             best_width, outlooks[widest] = widest, whole
-        return _Prices(n, plain, rows, target, draft, outlooks, best_width, self.gains.kept)
+        kept = self.gains.kept
+        return _Prices(n, plain, rows, target, draft, outlooks, best_width, kept, margin)
 
     def _numbers_of_rows(self, n: int, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return which numbers of rows [k] of n requests a step may have; None where all."""

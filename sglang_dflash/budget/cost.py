@@ -95,6 +95,11 @@ class CostModel:
         """Return the seconds for one number of rows; see `curve`."""
         return float(self.curve(part, n, np.array([num_rows]), context_tokens)[0])
 
+    @property
+    def doubt(self) -> float:
+        """Differences of a step's times below this share of them may be chance."""
+        return self._surfaces["target"].doubt
+
     def samples(self, part: StepPart, n: int, num_rows: int) -> float:
         """Return how many remembered samples back the estimate at a point; 0 is extrapolation."""
         return self._surfaces[part].samples_at(n, num_rows / n)

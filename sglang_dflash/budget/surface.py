@@ -24,6 +24,7 @@ _LEAST_BARE = 0.01  # of a time, without its context: a slope may be believed to
 _LEAST_CLIP = 0.1  # in log-seconds
 _CLIP_SPREADS = 3.0
 _SPREAD_GAIN = 0.1
+_DEVIATION = 1.25  # standard deviations a mean absolute one
 _REFRESH = 8  # samples between two smoothings
 _FILLED_WEIGHT = 1e-3  # of a node without samples, against one sample
 _CONTEXT_KEEP = 0.98
@@ -130,6 +131,11 @@ class TimeSurface:
     def samples_at(self, n: int, width: float) -> float:
         """Return how many samples back an estimate, forgotten ones not counted."""
         return self._place(n, width).mean(self.evidence)
+
+    @property
+    def doubt(self) -> float:
+        """The standard error of two nodes' difference, as a share of a time, at full memory."""
+        return _DEVIATION * self._spread * math.sqrt(2 / self._window)
 
     def _believed(
         self, seconds: float, expected: float, evidence: float, *, beyond: bool

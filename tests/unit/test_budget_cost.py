@@ -251,3 +251,12 @@ def test_isotonic_surface_is_monotone_and_keeps_what_is_monotone(seed: int) -> N
     assert (np.diff(surface, axis=0) >= 0).all()
     assert (np.diff(surface, axis=1) >= 0).all()
     np.testing.assert_allclose(isotonic_surface(surface, weights), surface, atol=1e-12)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.02, 0.2])
+def test_doubt_is_the_error_of_a_difference_of_two_means(noise: float) -> None:
+    rng = np.random.default_rng(0)
+    cost = CostModel(1, 8, window=32)
+    for _ in range(2000):
+        cost.observe("target", 1, 1, 100, float(np.exp(rng.normal(0, noise))))
+    assert cost.doubt == pytest.approx(noise * (2 / 32) ** 0.5, rel=0.6, abs=1e-3)
