@@ -20,7 +20,7 @@ Array = NDArray[np.float64]
 _YOUNG = 8.0  # samples; below, a step that is much faster is believed
 _BEYOND_CLIP = 0.9  # in log-seconds, where nothing as large was measured; twice the rows is 0.7
 _LEAST_SHARE = 0.1  # of the sample as it is believed, at a node beside it
-_LEAST_BARE = 0.01  # of a time, without its context: a slope may be believed too high
+_LEAST_BARE = 0.01  # of a time, without its context
 _LEAST_CLIP = 0.1  # in log-seconds
 _CLIP_SPREADS = 3.0
 _SPREAD_GAIN = 0.1
@@ -182,11 +182,12 @@ class TimeSurface:
         What was taken from the nodes is given back at the same slope, however it moves between.
         """
         if self._stale >= _REFRESH:
-            self._smooth_slope = self._slope.seconds_per_token
             known = self.evidence > 0
             weights = np.where(known, self.evidence, _FILLED_WEIGHT)
+            # No time is its context's alone: a slope that says so was believed too high.
+            most = (1 - _LEAST_BARE) * self.values[known] / np.maximum(self.context[known], 1.0)
+            self._smooth_slope = min(self._slope.seconds_per_token, float(most.min()))
             bare = self.values - self._smooth_slope * self.context
-            bare = np.maximum(bare, _LEAST_BARE * self.values)
             self._smooth = isotonic_surface(self._filled(bare, known), weights)
             self._stale = 0
         return self._smooth + self._smooth_slope * context_tokens

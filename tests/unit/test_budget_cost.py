@@ -180,6 +180,18 @@ def test_prices_follow_prompts_that_grow_and_shrink(prompts: tuple[int, ...]) ->
         np.testing.assert_allclose(found, expected, rtol=0.12)
 
 
+def test_a_step_that_context_costs_less_than_others_is_not_priced_by_their_slope() -> None:
+    """Many rows read a context more dearly than one: their slope says too much of plain steps."""
+    cost = swept(cpu_law)
+    plain, tokens = 1.05 * cpu_law("target", 8, 8), 8 * 8000.0
+    for step in range(320):
+        long = tokens * (step % 7 + 1) / 7
+        cost.observe("target", 8, 64, long, cpu_law("target", 8, 64) + 4e-6 * long)
+        if step % 8 == 0:
+            cost.observe("target", 8, 8, tokens, plain)
+    assert cost.seconds("target", 8, 8, tokens) == pytest.approx(plain, rel=0.5)
+
+
 def test_says_how_many_samples_back_an_estimate() -> None:
     cost = CostModel(MAX_REQUESTS, BLOCK)
     assert cost.samples("target", 8, 16) == 0
