@@ -112,8 +112,10 @@ class _Prices(NamedTuple):
         draft: seconds of the draft, by its width.
         outlooks: by draft width.
         best_width: whose outlook is the best.
+        best_rate: expected tokens per second of the fastest steps with the draft, even where whole
+            blocks, as good as far as times can tell, are taken instead.
         kept: how much the outlooks expect to be kept of what chances promise.
-        margin: by which fewer rows must be ahead of all, as a share.
+        margin: by which fewer rows must be ahead of all where these lead, as a share; 0 elsewhere.
     """
 
     n: int
@@ -123,6 +125,7 @@ class _Prices(NamedTuple):
     draft: dict[int, float]
     outlooks: dict[int, _Outlook]
     best_width: int
+    best_rate: float
     kept: float
     margin: float
 
@@ -243,7 +246,7 @@ class BudgetController:
 
     def take_all(self) -> float:
         """Return the tokens expected of the step that `start` decided not to judge."""
-        tokens = float(self._prices.best.tokens[-1])
+        tokens = float(self._prices.outlooks[self._step.draft_width].tokens[-1])
         self._promised = (tokens - self._prices.n) / self._prices.kept
         return tokens
 
@@ -332,14 +335,18 @@ class BudgetController:
             allowed = self._numbers_of_rows(n, rows[:count])
             outlooks[width] = _Outlook.of(rows[:count], tokens, target[:count] + seconds, allowed)
         best_width = max(outlooks, key=lambda width: outlooks[width].best_rate)
-        widest = max(outlooks)
-        # Of many numbers of rows with noisy times one always looks better than all of them.
+        best_rate, widest = outlooks[best_width].best_rate, max(outlooks)
+        # Of many numbers of rows with noisy times one always looks better than all of them; but
+        # what all of them would lose to plain decoding is no matter of chance.
+        whole = outlooks[widest].whole
         margin = max(self._pacing.narrow_margin, self.cost.doubt)
-        least = (1 - margin) * outlooks[best_width].best_rate
-        if (whole := outlooks[widest].whole).best_rate > least:
+        pays = self._plain_is_barred or self._switch.keeps(whole.best_rate * plain / n)
+        if pays and whole.best_rate > (1 - margin) * best_rate:
             best_width, outlooks[widest] = widest, whole
+        else:
+            margin = 0.0
         kept = self.gains.kept
-        return _Prices(n, plain, rows, target, draft, outlooks, best_width, kept, margin)
+        return _Prices(n, plain, rows, target, draft, outlooks, best_width, best_rate, kept, margin)
 
     def _numbers_of_rows(self, n: int, rows: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Return which numbers of rows [k] of n requests a step may have; None where all."""
@@ -350,7 +357,7 @@ class BudgetController:
 
         Asked before the draft runs, so its pass counts. Above 1, drafting pays.
         """
-        return self._prices.best.best_rate * self._prices.plain / self._prices.n
+        return self._prices.best_rate * self._prices.plain / self._prices.n
 
     def _judges_now(self, width: int, *, explores: bool) -> bool:
         """Return whether a step of this draft width is to be planned by its own proposals."""

@@ -50,6 +50,10 @@ class DraftSwitch:
         self._pacing = pacing
         self._steps = pacing.min_steps  # no dwell before the first turn
 
+    def keeps(self, advantage: float) -> bool:
+        """Return whether drafting of this advantage would go on; see `turn`."""
+        return advantage > 1 + self._pacing.margin
+
     def turn(self, advantage: float) -> bool:
         """Return whether the next step drafts.
 
@@ -57,8 +61,8 @@ class DraftSwitch:
             advantage: expected rate with the draft over that without.
         """
         self._steps += 1
-        least = 1 + self._pacing.margin * (1 if self.drafting else 2)
-        if (advantage > least) != self.drafting and self._steps > self._pacing.min_steps:
+        pays = self.keeps(advantage) if self.drafting else advantage > 1 + 2 * self._pacing.margin
+        if pays != self.drafting and self._steps > self._pacing.min_steps:
             self.drafting = not self.drafting
             self._steps = 1
         return self.drafting
