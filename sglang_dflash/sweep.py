@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from sglang.srt.mem_cache.kv_loc_plan import KVLocPlan
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.runtime_context import get_observability, get_parallel
+from sglang.srt.runtime_context import get_observability
 from sglang.srt.utils.common import async_d2h
 
 from sglang_dflash.budget.calibration import Calibrator
@@ -21,7 +21,7 @@ from sglang_dflash.budget.cost import CostModel, SweepPoint, sweep_points
 from sglang_dflash.budget.late import Host, LateWidths
 from sglang_dflash.budget.late_controller import LateController
 from sglang_dflash.budget.planner import Limits
-from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, WidthPolicy
+from sglang_dflash.budget.policy import FixedWidth, FollowedWidths, MeasuredWidths, WidthPolicy
 from sglang_dflash.draft.block import Block
 from sglang_dflash.draft.forward import DraftForward, VerifyRows, verify_batch
 from sglang_dflash.metrics import CountedWidths, StepCounters
@@ -74,17 +74,18 @@ def width_policy(
     cost = CostModel(max_requests, block_size)
     measure_steps(cost, runner, draft, sizes, first_rank)
     calibrator = Calibrator(block_size, device=runner.device)
-    leads = get_parallel().tp_rank == 0
-    counted = leads and get_observability().enable_metrics
+    counted = first_rank.is_this and get_observability().enable_metrics
     if late:
         if options.trace is not None:
             logger.warning(f"SGLANG_DFLASH_TRACE: {_NO_TRACE}, as its host does not wait for steps")
         host = Host(clock_of(runner.device), async_d2h, first_rank.numbers, first_rank.tensor)
         controller = LateController(cost, limits, row_buckets(runner), options.pacing)
         return LateWidths(controller, calibrator, host, StepCounters().count if counted else None)
+    if not first_rank.is_this:
+        return FollowedWidths()
     parts = (BudgetController(cost, limits, options.pacing, widths), calibrator)
     policy = CountedWidths(*parts) if counted else MeasuredWidths(*parts)
-    if options.trace is not None and leads:
+    if options.trace is not None:
         return TracedWidths(policy, options.trace, block_size)
     return policy
 

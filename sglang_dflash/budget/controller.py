@@ -220,7 +220,6 @@ class BudgetController:
             context_tokens: of all requests together; None where it is not known.
         """
         self._context_tokens = context_tokens
-        self._look = None  # of a step that the first rank had other plans for
         if self.limits.widest == 1:
             return self._step
         before = self._switch.drafting

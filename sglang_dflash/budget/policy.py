@@ -15,6 +15,7 @@ from sglang_dflash.verify.rows import Rows
 
 __all__ = [
     "FixedWidth",
+    "FollowedWidths",
     "Judged",
     "Latest",
     "Lessons",
@@ -109,6 +110,32 @@ class FixedWidth(WidthPolicy):
             sampled: [n] bool, unused.
         """
         return [self._width] * self._num_requests
+
+
+class FollowedWidths(WidthPolicy):
+    """For all ranks but the first, which measures and decides: the worker asks it for every number.
+
+    Its own are of no effect, and nothing is learnt where nothing is decided.
+    """
+
+    wants_confidence = True
+
+    def __init__(self) -> None:
+        self._num_requests = 0
+
+    def draft_width(self, facts: StepFacts) -> int:
+        """Return 1; see `WidthPolicy`."""
+        self._num_requests = facts.num_requests
+        return 1
+
+    def widths(self, confidence: torch.Tensor | None, sampled: torch.Tensor) -> list[int]:
+        """Return 1 for each request; see `WidthPolicy`.
+
+        Args:
+            confidence: unused.
+            sampled: [n] bool, unused.
+        """
+        return [1] * self._num_requests
 
 
 class Lessons:

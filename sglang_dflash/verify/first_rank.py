@@ -15,6 +15,11 @@ class FirstRank:
     def __init__(self, group: GroupCoordinator) -> None:
         self._group = group
 
+    @property
+    def is_this(self) -> bool:
+        """Whether this process is it."""
+        return self._group.rank_in_group == 0
+
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """Make `values` [...], of any shape, the first rank's, in place; the host does not wait."""
         if self._group.world_size > 1:

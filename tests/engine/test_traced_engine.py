@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trace of a real engine against what the engine tells of its requests."""
+"""The trace of a real engine against what it tells of its requests; of two ranks, one decides."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def test_every_step_of_every_request_is_written(llama_pair: Pair, tmp_path: Path
         llama_pair,
         environment={"SGLANG_DFLASH_TRACE": str(file), "SGLANG_DFLASH_BUDGET": "measured"},
         speculative_adaptive_config=str(config),
+        tp_size=2,
         disable_overlap_schedule=True,  # with it, a request takes a step more than it needs
         **dflash_options(llama_pair, BLOCK_SIZE),
     ) as served:

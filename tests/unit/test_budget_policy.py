@@ -10,7 +10,7 @@ from sglang_dflash.budget.calibration import Calibrator
 from sglang_dflash.budget.controller import BudgetController, draft_widths
 from sglang_dflash.budget.cost import CostModel, sweep_points
 from sglang_dflash.budget.planner import Limits
-from sglang_dflash.budget.policy import FixedWidth, MeasuredWidths, StepFacts
+from sglang_dflash.budget.policy import FixedWidth, FollowedWidths, MeasuredWidths, StepFacts
 from sglang_dflash.verify.rows import Rows
 
 BLOCK_SIZE, REQUESTS = 4, 8
@@ -155,25 +155,11 @@ def test_the_parts_of_a_step_add_up_to_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert [seconds for *_, seconds in seen] == pytest.approx([0.003, 0.017])
 
 
-def test_a_rank_that_is_overruled_takes_no_look_into_the_next_step() -> None:
-    """It would time plain decoding; the first rank drafts, and a request ends after the step."""
-    policy, iteration = measured(row_seconds=0.0), 0
-    run(policy, 20, acceptance=0.9)
-    while policy.draft_width(facts(iteration)) > 1:
-        finish(policy, REQUESTS)
-        iteration += 2
-    assert policy.latest.explores
-    finish(policy, REQUESTS, overruled=True)
-    while policy.draft_width(facts(iteration, n=REQUESTS - 3)) == 1:
-        finish(policy, REQUESTS - 3)
-        iteration += 2
-    finish(policy, REQUESTS - 3)
-
-
-def finish(policy: MeasuredWidths, n: int, *, overruled: bool = False) -> None:
-    """End a step of n requests that accept all; `overruled`: the draft ran all the same."""
-    policy.draft_begins()
-    judges = overruled or (policy.judges and policy.latest.draft_width > 1)
-    confidence = torch.full((n, BLOCK_SIZE - 1), 0.9) if judges else None
-    rows = Rows.of(policy.widths(confidence, torch.zeros(n, dtype=torch.bool)), BLOCK_SIZE, "cpu")
-    policy.settle(rows, rows.widths - 1)
+def test_a_rank_that_follows_gives_as_many_numbers_as_the_first() -> None:
+    """They are replaced one by one; a list of another length would stop the broadcast."""
+    follower, first = FollowedWidths(), FixedWidth(BLOCK_SIZE)
+    sampled = torch.zeros(3, dtype=torch.bool)
+    for policy in (follower, first):
+        policy.draft_width(facts(0, n=3))
+    assert follower.wants_confidence
+    assert len(follower.widths(None, sampled)) == len(first.widths(None, sampled)) == 3
